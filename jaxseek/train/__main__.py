@@ -1,0 +1,20 @@
+"""`python -m jaxseek.train`."""
+
+import sys
+
+from jaxseek.cli import run_main
+from jaxseek.mesh import emulate_devices
+from jaxseek.train.cli import parse_arguments
+
+
+def main() -> None:
+    """Check the arguments before JAX starts, then train."""
+    invocation = parse_arguments(sys.argv[1:])
+    emulate_devices(invocation.run.mesh_shape.devices)
+    from jaxseek.train.run import train  # imports JAX, which must find the emulated devices
+
+    train(invocation)
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main, program="jaxseek.train"))

@@ -1,0 +1,172 @@
+"""A training run from arguments to run folder, top to bottom."""
+
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+
+from jaxseek import compilation_cache
+from jaxseek.checkpoint import CheckpointStore
+from jaxseek.data.loader import Loader, LoaderState
+from jaxseek.errors import UserError
+from jaxseek.flops import model_flops_per_token, peak_flops
+from jaxseek.layout import check_layout
+from jaxseek.mesh import make_mesh
+from jaxseek.model import parameter_count
+from jaxseek.paths import cache_dir
+from jaxseek.run_config import RunConfig
+from jaxseek.train.cli import Invocation
+from jaxseek.train.console import perplexity
+from jaxseek.train.loop import Training, evaluate, run_steps
+from jaxseek.train.run_folder import CHECKPOINTS, TOKENIZER, RunFolder, default_path
+from jaxseek.train.sample import sample_text
+from jaxseek.train.state import Program, TrainState, init_state, make_program
+from jaxseek.train.step import StepBatch, make_eval_step, make_train_step
+from jaxseek.train.text import TrainingText, prepare_text
+
+_SAMPLE_PROMPT, _SAMPLE_TOKENS = "def ", 80
+# What may differ from the saved run when it is resumed; all else would make it another run.
+_RESUMABLE = ("mesh", "zero", "steps", "stop_after", "accumulation", "batch", "remat", "dtype")
+_RESUMABLE_SECTIONS = ("optim.", "eval.", "checkpoint.")
+
+
+def train(invocation: Invocation) -> None:
+    """Train as `invocation` says and leave a run folder behind.
+
+    Raises:
+        UserError: for everything a person can mend, before the run folder is made.
+    """
+    console = Console(highlight=False)
+    run = invocation.run
+    _check_resume(invocation)
+    program = make_program(run, make_mesh(run.mesh_shape))
+    _say_devices(program, console)
+    console.print(f"reading {run.data.source}, with tokenizer {run.data.tokenizer or 'trained on it'}")
+    text = prepare_text(run)
+    compilation_cache.enable(cache_dir() / "jax")
+    path = (invocation.resume or invocation.out or default_path(run)).expanduser().absolute()
+    with CheckpointStore(path / CHECKPOINTS, keep=run.checkpoint.keep) as store:
+        state, position = _begin(invocation, program, store, console)
+        with _loader(run, text, position) as loader:
+            folder = _folder(invocation, text, path=path, step=int(state.step))
+            training = _compile(program, text, loader=loader, folder=folder, store=store, console=console)
+            start = evaluate(training, state, step=int(state.step))
+            console.print(f"validation loss {start:.4f} before step {int(state.step) + 1}")
+            state = run_steps(training, state, console=console)
+        check_layout(state, program.state_layout, mesh=program.mesh)
+        final = evaluate(training, state, step=int(state.step))
+        console.print(f"validation loss {final:.4f}, perplexity {perplexity(final):.1f}")
+        folder.plot()
+        _print_sample(program, state, text, console)
+    folder.metrics.close()
+    console.print(f"run folder: {path}")
+
+
+def _check_resume(invocation: Invocation) -> None:
+    """Refuse a resume that would silently be another run."""
+    if invocation.resume is None:
+        return
+    if invocation.out is not None:
+        raise UserError("--resume and --out are both given; a resumed run goes on in its own folder. Leave out --out.")
+    for key, (old, new) in invocation.changed.items():
+        if key not in _RESUMABLE and not key.startswith(_RESUMABLE_SECTIONS):
+            raise UserError(
+                f"--resume {invocation.resume}: {key} was {old} and is now {new}, which makes it another run. "
+                f"Leave it as it was, or start a new run."
+            )
+
+
+def _begin(
+    invocation: Invocation, program: Program, store: CheckpointStore, console: Console
+) -> tuple[TrainState, LoaderState]:
+    """State and position in the data to begin with: fresh, or those of the newest complete checkpoint."""
+    run = invocation.run
+    if invocation.resume is None:
+        return init_state(program), LoaderState(seed=run.seed)
+    restored = store.restore(None, program.abstract_state, logical_shapes=program.logical_shapes)
+    changes = "".join(f", {key} {old} -> {new}" for key, (old, new) in invocation.changed.items())
+    console.print(f"resuming after step {restored.step}{changes}")
+    end = run.stop_after or run.steps
+    if restored.step >= end:
+        raise UserError(f"--resume {invocation.resume}: step {restored.step} of {end} is done already; give more --steps.")
+    return restored.state, LoaderState.from_dict(restored.metadata["data"])
+
+
+def _loader(run: RunConfig, text: TrainingText, position: LoaderState) -> Loader:
+    return Loader(
+        text.train,
+        state=position,
+        accumulation=run.accumulation,
+        batch=run.sequences_per_step // run.accumulation,
+        context=run.seq_len,
+        vocab_size=run.model.vocab_size,
+        pad_id=text.tokenizer.pad_id,
+    )
+
+
+def _folder(invocation: Invocation, text: TrainingText, *, path: Path, step: int) -> RunFolder:
+    if invocation.resume is not None:
+        return RunFolder.resume(invocation.run, path=path, step=step)
+    folder = RunFolder.create(invocation.run, path=path)
+    (path / TOKENIZER).mkdir()
+    text.tokenizer.save(path / TOKENIZER)
+    return folder
+
+
+def _compile(
+    program: Program,
+    text: TrainingText,
+    *,
+    loader: Loader,
+    folder: RunFolder,
+    store: CheckpointStore,
+    console: Console,
+) -> Training:
+    """Compile the programs of the run; say how long it took and what one device holds."""
+    run = program.run
+    shape = (run.accumulation, run.sequences_per_step // run.accumulation, run.seq_len)
+    row = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=program.batch_sharding)
+    started = time.perf_counter()
+    step = make_train_step(program).lower(program.abstract_state, StepBatch(row, row, row, row)).compile()
+    memory = step.memory_analysis()
+    state_mib, temporary_mib = (
+        size / 2**20 for size in (memory.argument_size_in_bytes, memory.temp_size_in_bytes)
+    )
+    console.print(
+        f"compiled in {time.perf_counter() - started:.1f} s; one device holds {state_mib:,.0f} MiB of state "
+        f"and {temporary_mib:,.0f} MiB of temporaries"
+    )
+    peak = peak_flops(program.mesh.devices.flat[0])
+    return Training(
+        program=program,
+        step=step,
+        evaluate=make_eval_step(program),
+        loader=loader,
+        validation=text.validation,
+        folder=folder,
+        store=store,
+        flops_per_token=model_flops_per_token(run.model, program.specs, seq_len=run.seq_len),
+        peak_flops=None if peak is None else peak * program.mesh.size,
+    )
+
+
+def _say_devices(program: Program, console: Console) -> None:
+    run, device = program.run, program.mesh.devices.flat[0]
+    where = f"{program.mesh.size} x {device.device_kind}"
+    if device.platform == "cpu":
+        where = f"no accelerator found: {program.mesh.size} CPU device(s), emulated on the cores of this machine"
+    console.print(where)
+    console.print(
+        f"model {run.model.model_type}, {parameter_count(run.model):,} parameters; mesh {run.mesh} (data x tensor), "
+        f"ZeRO {program.zero}, {run.dtype}; {run.sequences_per_step} sequences of {run.seq_len} tokens per step"
+    )
+
+
+def _print_sample(program: Program, state: TrainState, text: TrainingText, console: Console) -> None:
+    sample = sample_text(
+        program, state, tokenizer=text.tokenizer, prompt=_SAMPLE_PROMPT, num_tokens=_SAMPLE_TOKENS
+    )
+    console.print("sample:")
+    console.print(sample, markup=False)

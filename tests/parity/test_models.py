@@ -1,0 +1,34 @@
+"""Whole models against transformers and torch, in float32, for every family."""
+
+import numpy as np
+import pytest
+
+from tests.parity.comparison import Result, check_expert_ids, check_gradients, check_logits, run
+from tests.parity.oracle import FAMILIES, LENGTH, ORIGINAL_LENGTH, Oracle, oracle
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair(request) -> tuple[Result, Oracle]:
+    """What jaxseek and the reference compute with the same weights on the same tokens."""
+    reference = oracle(request.param)
+    return run(reference), reference
+
+
+def test_logits_equal_those_of_transformers(pair):
+    assert pair[1].logits.shape[1] == LENGTH > max(128, ORIGINAL_LENGTH)
+    check_logits(*pair)
+
+
+def test_loss_gradients_of_every_parameter_equal_those_of_torch(pair):
+    check_gradients(*pair)
+
+
+def test_every_token_chooses_the_same_experts(pair):
+    check_expert_ids(*pair)
+
+
+def test_balance_biases_of_both_signs_were_compared():
+    bias = oracle("v3").tensors["model.layers.1.mlp.gate.e_score_correction_bias"]
+    assert (bias > 0.05).any()
+    assert (bias < -0.05).any()
+    assert np.isfinite(bias).all()

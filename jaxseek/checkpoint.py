@@ -63,7 +63,7 @@ class CheckpointStore:
 
     One save at a time runs in the background; `wait`, `close` and the next `save` raise what went
     wrong in it. In a run of several processes each of them makes the same calls; process 0 writes
-    the manifest and deletes.
+    the manifest and deletes, and a step is complete when `wait` returns there.
 
     Args:
       directory: folder of the numbered steps, made by the first save.

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ FORMAT_VERSION = 1
 MANIFEST_FILE = "jaxseek.json"
 TEMPORARY_FILE = f"{MANIFEST_FILE}.tmp"
 ARRAYS_FOLDER = "state"
+HASH_THREADS = 4
 
 logger = logging.getLogger(__name__)
 
@@ -97,17 +99,16 @@ def record_files(folder: Path) -> dict[str, FileRecord]:
     """Size and checksum of every file below a folder that has no manifest yet, read back."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     return {
-        path.relative_to(folder).as_posix(): FileRecord(
-            size=path.stat().st_size, sha256=_sha256(path)
-        )
-        for path in paths
+        path.relative_to(folder).as_posix(): FileRecord(size=path.stat().st_size, sha256=sha256)
+        for path, sha256 in zip(paths, _checksums(paths), strict=True)
     }
 
 
 def changed_files(folder: Path) -> list[str]:
     """The listed files whose sha256 is not the recorded one; reads everything."""
     files = read_manifest(folder).files
-    return [name for name, record in files.items() if _sha256(folder / name) != record.sha256]
+    found = _checksums([folder / name for name in files])
+    return [name for name, now in zip(files, found, strict=True) if now != files[name].sha256]
 
 
 def step_of(folder: Path) -> int | None:
@@ -193,6 +194,11 @@ def _is_interrupted_save(folder: Path) -> bool:
     """Whether a folder holds nothing but what a save that never finished leaves behind."""
     ours = (TEMPORARY_FILE, ARRAYS_FOLDER)
     return all(path.name.startswith(ours) for path in folder.iterdir())
+
+
+def _checksums(paths: list[Path]) -> list[str]:
+    with ThreadPoolExecutor(max_workers=HASH_THREADS) as pool:  # hashlib lets go of the GIL.
+        return list(pool.map(_sha256, paths))
 
 
 def _sha256(path: Path) -> str:

@@ -1,4 +1,6 @@
-"""`ModelConfig`: one frozen description for every model of the family, with the field names of `config.json`."""
+"""`ModelConfig`: one frozen description for every model of the family, with the field names of
+`config.json`.
+"""
 
 import dataclasses
 from typing import Literal
@@ -23,11 +25,13 @@ _MAY_BE_ZERO = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How rotary frequencies are stretched beyond the trained context; the fields of `rope_scaling` in `config.json`.
+    """How rotary frequencies are stretched beyond the trained context; the fields of `rope_scaling`
+    in `config.json`.
 
-    `linear` divides every frequency by `factor` (Coder v1), `llama3` is the three-band rule of Llama 3.1, `yarn` is
-    arXiv:2309.00071 with DeepSeek's two magnitudes: cos and sin are multiplied by m(mscale) / m(mscale_all_dim), the softmax
-    scale of MLA by m(mscale_all_dim)^2, where m(s) = 0.1 s ln(factor) + 1.
+    `linear` divides every frequency by `factor` (Coder v1), `llama3` is the three-band rule of
+    Llama 3.1, `yarn` is arXiv:2309.00071 with DeepSeek's two magnitudes: cos and sin are multiplied
+    by m(mscale) / m(mscale_all_dim), the softmax scale of MLA by m(mscale_all_dim)^2, where m(s) =
+    0.1 s ln(factor) + 1.
     """
 
     rope_type: Literal["linear", "llama3", "yarn"]
@@ -49,7 +53,8 @@ class RopeScaling:
         }
         if self.rope_type not in needed:
             raise UserError(
-                f"rope_scaling.rope_type: {self.rope_type!r} is not supported; known are {', '.join(needed)}."
+                f"rope_scaling.rope_type: {self.rope_type!r} is not supported; known are "
+                f"{', '.join(needed)}."
             )
         for name in needed[self.rope_type]:
             if getattr(self, name) is None:
@@ -60,10 +65,12 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Everything that fixes the mathematics of a model. Names and meanings are those of the HF `config.json`.
+    """Everything that fixes the mathematics of a model. Names and meanings are those of the HF
+    `config.json`.
 
-    Fields that a family does not have stay `None` (or at their neutral default). `q_lora_rank`, `kv_lora_rank` and the three
-    head dims belong to multi-head latent attention; `n_routed_experts` and what follows to DeepSeekMoE.
+    Fields that a family does not have stay `None` (or at their neutral default). `q_lora_rank`,
+    `kv_lora_rank` and the three head dims belong to multi-head latent attention; `n_routed_experts`
+    and what follows to DeepSeekMoE.
 
     Raises:
         UserError: when a value is impossible; the message starts with the name of the key.
@@ -84,7 +91,8 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     bos_token_id: int | None = None
     eos_token_id: int | None = None
-    # The papers' standard deviation; the 0.02 that stands in the released config.json files was never used to train.
+    # The papers' standard deviation; the 0.02 that stands in the released config.json files was
+    # never used to train.
     initializer_range: float = 0.006
 
     q_lora_rank: int | None = None
@@ -127,7 +135,11 @@ class ModelConfig:
     @property
     def num_dense_layers(self) -> int:
         """Layers with a dense MLP; they come first."""
-        return min(self.first_k_dense_replace, self.num_hidden_layers) if self.is_moe else self.num_hidden_layers
+        return (
+            min(self.first_k_dense_replace, self.num_hidden_layers)
+            if self.is_moe
+            else self.num_hidden_layers
+        )
 
     @property
     def num_moe_layers(self) -> int:
@@ -148,7 +160,7 @@ class ModelConfig:
 
     @property
     def has_qkv_bias(self) -> bool:
-        """Whether the q, k and v projections add a bias (Qwen2; its config.json does not say so)."""
+        """Whether q, k and v projections add a bias (Qwen2; its config.json does not say so)."""
         return self.model_type == "qwen2"
 
     @property
@@ -167,7 +179,9 @@ class ModelConfig:
             raise UserError(f"model_type: {self.model_type!r}, {name}, is not supported yet.")
         known = ModelType.__args__
         if self.model_type not in known:
-            raise UserError(f"model_type: {self.model_type!r} is unknown; known are {', '.join(known)}.")
+            raise UserError(
+                f"model_type: {self.model_type!r} is unknown; known are {', '.join(known)}."
+            )
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             least = 0 if field.name in _MAY_BE_ZERO else 1
@@ -197,7 +211,9 @@ class ModelConfig:
                 f"{self.num_attention_heads}; give head_dim."
             )
         if self.rope_dim % 2:
-            raise UserError(f"rotary dims come in pairs; the rotated size of a head is {self.rope_dim}.")
+            raise UserError(
+                f"rotary dims come in pairs; the rotated size of a head is {self.rope_dim}."
+            )
 
     def _check_experts(self):
         if self.model_type in ("deepseek", "deepseek_v3") and not self.is_moe:
@@ -209,16 +225,21 @@ class ModelConfig:
                 raise UserError(f"{name} is needed where n_routed_experts is given.")
         experts, active = _present(self.n_routed_experts), _present(self.num_experts_per_tok)
         if active > experts:
-            raise UserError(f"num_experts_per_tok {active} is larger than n_routed_experts {experts}.")
+            raise UserError(
+                f"num_experts_per_tok {active} is larger than n_routed_experts {experts}."
+            )
         if self.topk_method == "greedy":
             return
         if experts % self.n_group:
             raise UserError(f"n_group {self.n_group} does not divide n_routed_experts {experts}.")
         if not 1 <= self.topk_group <= self.n_group:
-            raise UserError(f"topk_group {self.topk_group} must be between 1 and n_group {self.n_group}.")
+            raise UserError(
+                f"topk_group {self.topk_group} must be between 1 and n_group {self.n_group}."
+            )
         if active > self.topk_group * (experts // self.n_group):
             raise UserError(
-                f"num_experts_per_tok {active} is larger than the {self.topk_group * (experts // self.n_group)} "
+                f"num_experts_per_tok {active} is larger than the "
+                f"{self.topk_group * (experts // self.n_group)} "
                 f"experts of topk_group {self.topk_group} groups."
             )
 

@@ -1,5 +1,5 @@
-"""The one exception for mistakes of the user: the command line prints its message and exits with code 2."""
+"""The one exception for mistakes of the user: its message is printed, the exit code is 2."""
 
 
 class UserError(ValueError):
-    """What was given, what is needed and what to do about it, in one message without a traceback."""
+    """What was given, what is needed and what to do, in one message without a traceback."""

@@ -1,6 +1,8 @@
-"""Floating-point operations of the model itself, for model FLOPs utilisation (MFU, PaLM, arXiv:2204.02311 appendix B)."""
+"""Floating-point operations of the model itself, for model FLOPs utilisation (MFU, PaLM,
+arXiv:2204.02311 appendix B).
+"""
 
-import jax
+from jax import Device
 
 from jaxseek.config import ModelConfig
 from jaxseek.layout import ParamSpec, flatten_paths
@@ -19,21 +21,27 @@ _PEAK_TFLOPS = {
 
 
 def model_flops_per_token(config: ModelConfig, specs: dict, *, seq_len: int) -> float:
-    """Forward and backward FLOPs of one token: six per weight it meets in a product, plus causal attention; no recomputation.
+    """Forward and backward FLOPs of one token: six per weight it meets in a product, plus causal
+    attention; no recomputation.
 
-    Of the routed experts a token meets `num_experts_per_tok`; the embedding is a lookup and counts nothing.
+    Of the routed experts a token meets `num_experts_per_tok`; the embedding is a lookup and counts
+    nothing.
     """
     active = (config.num_experts_per_tok or 0) / (config.n_routed_experts or 1)
     weights = 0.0
     for path, spec in flatten_paths(specs).items():
-        if spec.role in ("matrix", "router") or (spec.role == "embedding" and config.tie_word_embeddings):
+        if spec.role in ("matrix", "router") or (
+            spec.role == "embedding" and config.tie_word_embeddings
+        ):
             weights += spec.size * (active if _is_expert(path, spec) else 1.0)
-    value_dim = config.v_head_dim if config.is_mla and config.v_head_dim else config.attention_head_dim
+    value_dim = (
+        config.v_head_dim if config.is_mla and config.v_head_dim else config.attention_head_dim
+    )
     heads = config.num_hidden_layers * config.num_attention_heads
     return 6 * weights + 3 * seq_len * heads * (config.attention_head_dim + value_dim)
 
 
-def peak_flops(device: jax.Device) -> float | None:
+def peak_flops(device: Device) -> float | None:
     """Peak dense bf16 FLOP/s of a device, or `None` where it is not known (always on CPU)."""
     kind = device.device_kind
     return next((tflops * 1e12 for name, tflops in _PEAK_TFLOPS.items() if name in kind), None)

@@ -1,13 +1,19 @@
-"""Where a parameter lies: logical shape (the checkpoint's) to stored shape and `PartitionSpec` for a mesh.
+"""Where a parameter lies: logical shape (the checkpoint's) to stored shape and `PartitionSpec` for
+a mesh.
 
-Almost nothing in DeepSeek divides by three, so padding is a property of the layout and never of the model. For a mesh every
-parameter has up to two split dims, each rounded up to a multiple of its devices with zeros at the end:
+Almost nothing in DeepSeek divides by three, so padding is a property of the layout and never of the
+model. For a mesh every parameter has up to two split dims, each rounded up to a multiple of its
+devices with zeros at the end:
 
-* the *tensor dim*, split over the tensor axis (heads, ffn width, experts, vocabulary): a layer computes with its slice;
+* the *tensor dim*, split over the tensor axis (heads, ffn width, experts, vocabulary): a layer
+  computes with its slice;
 * the *ZeRO dim*, split over the axes that are left: a layer sees it whole again, after `gather`.
 
-Zeros are exact, not approximate: a zero head has zero `o_proj` rows, a zero ffn column gives silu(0) * 0, a padded expert is
-never routed to, a padded word is masked out of the softmax. So their gradients are zero and Adam keeps them zero.
+Zeros are exact, not approximate: a zero head has zero `o_proj` rows, a zero ffn column gives
+silu(0) * 0, a padded expert is never routed to, a padded word is masked out of the softmax. Almost
+all their gradients are zero by themselves; the exception is `o_proj` where the query heads of a
+group are split, since a zero query still attends to real keys. So `gather` cuts the padding off in
+both directions, and Adam keeps it zero.
 """
 
 import dataclasses
@@ -36,7 +42,8 @@ class ParamSpec:
     Attributes:
         shape: the logical shape, with the leading `layers` dim where layers are stacked.
         dims: a name for each dim; the layout decides by these names what is split.
-        role: decides weight decay (`matrix`, `embedding` and `router` only), initial value and compute dtype.
+        role: decides weight decay (`matrix`, `embedding` and `router` only), initial value and
+            compute dtype.
     """
 
     shape: tuple[int, ...]
@@ -60,13 +67,16 @@ class ParamSpec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LeafLayout:
-    """How one parameter is stored. Dims count from the end, so that they hold for a layer's slice of a stack too.
+    """How one parameter is stored. Dims count from the end, so that they hold for a layer's slice
+    of a stack too.
 
     Attributes:
         logical: shape in checkpoints and exports.
         stored: shape of the global array on this mesh.
         partition: which mesh axes split which dim of `stored`.
-        zero_dim, zero_axes: the dim that `gather` makes whole again and the axes it is split over; no axes, no gather.
+        tensor_dim: the dim split over the tensor axis, if any.
+        zero_dim, zero_axes: the dim that `gather` makes whole again and the axes it is split over;
+            no axes, no gather.
         model_axes: every mesh axis with more than one device.
         keeps_float32: see `ParamSpec`.
     """
@@ -74,10 +84,25 @@ class LeafLayout:
     logical: tuple[int, ...]
     stored: tuple[int, ...]
     partition: PartitionSpec
+    tensor_dim: int | None
     zero_dim: int | None
     zero_axes: tuple[str, ...]
     model_axes: tuple[str, ...]
     keeps_float32: bool
+
+    @classmethod
+    def replicated(cls, shape: tuple[int, ...]) -> "LeafLayout":
+        """The layout of a leaf that every device holds whole, such as a counter."""
+        return cls(
+            logical=shape,
+            stored=shape,
+            partition=PartitionSpec(),
+            tensor_dim=None,
+            zero_dim=None,
+            zero_axes=(),
+            model_axes=(),
+            keeps_float32=False,
+        )
 
     def split_axes(self) -> tuple[str, ...]:
         """The mesh axes over which this leaf is split."""
@@ -98,9 +123,10 @@ class LeafLayout:
 def tensor_dims(config: ModelConfig, tensor: int) -> frozenset[str]:
     """Names of the dims that `tensor` devices split.
 
-    Grouped-query attention can be split by kv heads or by the query heads of each group (then every device keeps all kv
-    heads). With K kv heads of G query heads each, the first costs a device ceil(K/T) * (G + 2) heads of projection and
-    attention, the second K * (ceil(G/T) + 2); the cheaper is taken, so that 3 devices help with 1, 2 or 4 kv heads too.
+    Grouped-query attention can be split by kv heads or by the query heads of each group (then every
+    device keeps all kv heads). With K kv heads of G query heads each, the first costs a device
+    ceil(K/T) * (G + 2) heads of projection and attention, the second K * (ceil(G/T) + 2); the
+    cheaper is taken, so that 3 devices help with 1, 2 or 4 kv heads too.
     """
     kv_heads = config.num_key_value_heads
     group = config.num_attention_heads // kv_heads
@@ -113,38 +139,45 @@ def tensor_dims(config: ModelConfig, tensor: int) -> frozenset[str]:
 def plan_leaf(spec: ParamSpec, *, shape: MeshShape, zero: int, split: frozenset[str]) -> LeafLayout:
     """The layout of one parameter.
 
-    From ZeRO 1 on every parameter is split over all devices: what has no tensor dim is split over both axes. Of the dims that
-    may carry the ZeRO split, the one that needs the least padding is taken, and of those the largest.
+    From ZeRO 1 on every parameter is split over all devices: what has no tensor dim is split over
+    both axes. Of the dims that may carry the ZeRO split, the one that needs the least padding is
+    taken, and of those the largest.
     """
     sizes = {DATA_AXIS: shape.data, TENSOR_AXIS: shape.tensor}
     model_axes = tuple(axis for axis, size in sizes.items() if size > 1)
-    stored, partition = list(spec.shape), [None] * len(spec.shape)
-    layout = {"logical": spec.shape, "model_axes": model_axes, "keeps_float32": spec.keeps_float32}
+    stored = list(spec.shape)
+    partition: list[str | tuple[str, ...] | None] = [None] * len(spec.shape)
     if spec.role == "router_bias":
-        return LeafLayout(
-            stored=spec.shape, partition=PartitionSpec(), zero_dim=None, zero_axes=(), **layout
-        )
+        whole = LeafLayout.replicated(spec.shape)
+        return dataclasses.replace(whole, model_axes=model_axes, keeps_float32=True)
     tensor_dim = next((i for i, name in enumerate(spec.dims) if name in split), None)
     if shape.tensor == 1:
         tensor_dim = None
     elif tensor_dim is not None:
         stored[tensor_dim] = _round_up(stored[tensor_dim], shape.tensor)
         partition[tensor_dim] = TENSOR_AXIS
-    zero_axes = tuple(a for a in model_axes if a != TENSOR_AXIS or tensor_dim is None) if zero else ()
+    zero_axes = (
+        tuple(a for a in model_axes if a != TENSOR_AXIS or tensor_dim is None) if zero else ()
+    )
     zero_dim = None
     if zero_axes:
         ways = math.prod(sizes[axis] for axis in zero_axes)
         free = [i for i, n in enumerate(spec.dims) if i != tensor_dim and n != LAYERS_DIM]
-        chosen = min(free, key=lambda i: (_round_up(spec.shape[i], ways) / spec.shape[i], -spec.shape[i]))
+        chosen = min(
+            free, key=lambda i: (_round_up(spec.shape[i], ways) / spec.shape[i], -spec.shape[i])
+        )
         stored[chosen] = _round_up(stored[chosen], ways)
-        partition[chosen] = zero_axes if len(zero_axes) > 1 else zero_axes[0]
+        partition[chosen] = zero_axes
         zero_dim = chosen - len(spec.shape)
     return LeafLayout(
+        logical=spec.shape,
         stored=tuple(stored),
         partition=PartitionSpec(*partition),
+        tensor_dim=None if tensor_dim is None else tensor_dim - len(spec.shape),
         zero_dim=zero_dim,
         zero_axes=zero_axes,
-        **layout,
+        model_axes=model_axes,
+        keeps_float32=spec.keeps_float32,
     )
 
 
@@ -160,16 +193,19 @@ def shardings(layout: Any, mesh: Mesh) -> Any:
 
 
 def gather(x: Array, leaf: LeafLayout, *, dtype: DTypeLike, wire_dtype: DTypeLike | None) -> Array:
-    """A device's stored slice to what a layer computes with: whole in the ZeRO dim, in the compute dtype.
+    """A device's stored slice to what a layer computes with: whole in the ZeRO dim, in the compute
+    dtype.
 
-    Forward: an all-gather over `leaf.zero_axes`. Backward: the reduce-scatter of the gradient over the same axes; where nothing
-    is stored split, an all-reduce. Runs inside the shard_map, on a leaf or on a layer's slice of a stack.
+    Forward: an all-gather over `leaf.zero_axes`. Backward: the reduce-scatter of the gradient over
+    the same axes; where nothing is stored split, an all-reduce. Runs inside the shard_map, on a
+    leaf or on a layer's slice of a stack.
 
     Args:
         dtype: compute dtype; a leaf that `keeps_float32` ignores it.
         wire_dtype: dtype in which values cross the wire; `None` is the compute dtype.
     """
     dtype = jnp.float32 if leaf.keeps_float32 else dtype
+    x = _without_padding(x, leaf)
     x = x.astype(jnp.promote_types(dtype, wire_dtype) if wire_dtype else dtype)
     if leaf.zero_axes:
         assert leaf.zero_dim is not None
@@ -182,8 +218,19 @@ def gather(x: Array, leaf: LeafLayout, *, dtype: DTypeLike, wire_dtype: DTypeLik
     return x.astype(dtype)
 
 
+def _without_padding(x: Array, leaf: LeafLayout) -> Array:
+    """`x` with zeros in the tensor dim's padding, and so with zero gradients there."""
+    if leaf.tensor_dim is None or leaf.stored[leaf.tensor_dim] == leaf.logical[leaf.tensor_dim]:
+        return x
+    dim = x.ndim + leaf.tensor_dim
+    start = jax.lax.axis_index(TENSOR_AXIS) * x.shape[dim]
+    index = start + jax.lax.broadcasted_iota(jnp.int32, x.shape, dim)
+    return jnp.where(index < leaf.logical[leaf.tensor_dim], x, 0)
+
+
 def init_params(specs: Any, layout: Any, *, mesh: Mesh, seed: int, std: float) -> Any:
-    """Initial parameters (float32), each sharded as `layout` says; the values depend on seed and path, never on the mesh.
+    """Initial parameters (float32), each sharded as `layout` says; the values depend on seed and
+    path, never on the mesh.
 
     Matrices are normal with standard deviation `std`, norm scales one, biases zero.
     """
@@ -203,7 +250,8 @@ def init_params(specs: Any, layout: Any, *, mesh: Mesh, seed: int, std: float) -
 
 
 def check_layout(arrays: Any, layout: Any, *, mesh: Mesh) -> None:
-    """Compare every leaf's real shape and sharding with the plan, so that nothing is ever replicated silently.
+    """Compare every leaf's real shape and sharding with the plan, so that nothing is ever
+    replicated silently.
 
     Raises:
         AssertionError: naming each leaf that differs.
@@ -213,7 +261,9 @@ def check_layout(arrays: Any, layout: Any, *, mesh: Mesh) -> None:
     def check(path, x: Array, leaf: LeafLayout):
         planned = NamedSharding(mesh, leaf.partition)
         if x.shape != leaf.stored or not x.sharding.is_equivalent_to(planned, x.ndim):
-            wrong.append(f"{path_name(path)}: {x.shape} {x.sharding}, planned {leaf.stored} {planned}")
+            wrong.append(
+                f"{path_name(path)}: {x.shape} {x.sharding}, planned {leaf.stored} {planned}"
+            )
 
     jax.tree_util.tree_map_with_path(check, arrays, layout)
     assert not wrong, "stored otherwise than planned:\n" + "\n".join(wrong)

@@ -1,7 +1,8 @@
-"""`--mesh 3x1` to a device mesh: parsing, emulated CPU devices, what to say where the devices are not there.
+"""`--mesh 3x1` to a device mesh: parsing, emulated CPU devices, what to say where the devices are
+not there.
 
-Nothing here imports JAX before it must: the command line checks a mesh before JAX starts, and emulated devices can only be
-asked for before JAX starts.
+Nothing here imports JAX before it must: the command line checks a mesh before JAX starts, and
+emulated devices can only be asked for before JAX starts.
 """
 
 import dataclasses
@@ -22,7 +23,9 @@ _EMULATION_FLAG = "--xla_force_host_platform_device_count"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshShape:
-    """Devices along each mesh axis: the batch is split over `data`, the weights of a layer over `tensor`."""
+    """Devices along each mesh axis: the batch is split over `data`, the weights of a layer over
+    `tensor`.
+    """
 
     data: int
     tensor: int
@@ -37,7 +40,8 @@ class MeshShape:
         match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text.strip())
         if not match:
             raise UserError(
-                f"mesh: {text!r} is not of the form AxB (data devices x tensor devices), for example 3x1."
+                f"mesh: {text!r} is not of the form AxB (data devices x tensor devices), for "
+                "example 3x1."
             )
         return cls(data=int(match[1]), tensor=int(match[2]))
 
@@ -54,14 +58,16 @@ def emulate_devices(count: int) -> None:
     """Let JAX's CPU platform show `count` devices. Only possible before JAX's backends start.
 
     Raises:
-        UserError: when JAX runs already with fewer devices, so that the request would be ignored without a word.
+        UserError: when JAX runs already with fewer devices, so that the request would be ignored
+            without a word.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     if _EMULATION_FLAG not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {_EMULATION_FLAG}={count}".strip()
     if "jax" in sys.modules and sys.modules["jax"].device_count() < count:
         raise UserError(
-            f"{count} emulated devices were asked for, but JAX shows {sys.modules['jax'].device_count()}; "
+            f"{count} emulated devices were asked for, but JAX shows "
+            f"{sys.modules['jax'].device_count()}; "
             f"start Python with XLA_FLAGS={_EMULATION_FLAG}={count}."
         )
 
@@ -78,7 +84,8 @@ def make_mesh(shape: MeshShape) -> "jax.sharding.Mesh":
     if len(devices) < shape.devices:
         raise UserError(
             f"--mesh {shape} needs {shape.devices} devices, but JAX sees {len(devices)} "
-            f"({devices[0].device_kind}). Use --mesh {len(devices)}x1 or --mesh 1x{len(devices)}, or run on "
+            f"({devices[0].device_kind}). Use --mesh {len(devices)}x1 or --mesh 1x{len(devices)}, "
+            "or run on "
             f"emulated CPU devices with JAX_PLATFORMS=cpu."
         )
     return jax.make_mesh(

@@ -1,7 +1,8 @@
 """The whole model: embedding, a stack of dense layers, a stack of MoE layers, norm, head.
 
-Layers of a kind are stacked in one array per parameter and scanned, so compile time does not grow with depth. A `Transformer`
-is built abstractly (`Transformer(config)` holds shapes only); arrays come in with `nnx.merge(graphdef, params)`.
+Layers of a kind are stacked in one array per parameter and scanned, so compile time does not grow
+with depth. A `Transformer` is built abstractly (`Transformer(config)` holds shapes only); arrays
+come in with `nnx.merge(graphdef, params)`.
 
 Letters: B batch, T length, D model, V vocabulary, L layers, E experts.
 """
@@ -47,8 +48,8 @@ class Execution:
 
     Attributes:
         parallel: the mesh axes, as seen from inside the shard_map.
-        gather: `gather(part, params)` makes the parameters of `embed_tokens`, one layer of a stack, `norm` or `lm_head` whole
-            (ZeRO 3); `None` where they are whole already.
+        gather: `gather(part, params)` makes the parameters of `embed_tokens`, one layer of a stack,
+            `norm` or `lm_head` whole (ZeRO 3); `None` where they are whole already.
         remat: what the backward pass recomputes of a layer.
     """
 
@@ -97,11 +98,15 @@ class Head(nnx.Module):
     """The output projection, the vocabulary split over the tensor axis."""
 
     def __init__(self, config: ModelConfig):
-        self.kernel = declare((config.hidden_size, config.vocab_size), ("embed", "vocab"), role="matrix")
+        self.kernel = declare(
+            (config.hidden_size, config.vocab_size), ("embed", "vocab"), role="matrix"
+        )
 
 
 class Transformer(nnx.Module):
-    """Any model of the family (HF `LlamaForCausalLM`, `Qwen2-`, `Qwen3-`, `DeepseekV2-`, `DeepseekV3ForCausalLM`, MoE-16B)."""
+    """Any model of the family (HF `LlamaForCausalLM`, `Qwen2-`, `Qwen3-`, `DeepseekV2-`,
+    `DeepseekV3ForCausalLM`, MoE-16B).
+    """
 
     def __init__(self, config: ModelConfig):
         self.config = config
@@ -115,7 +120,9 @@ class Transformer(nnx.Module):
     def __call__(
         self, tokens: Array, *, positions: Array | None = None, segment_ids: Array | None = None
     ) -> Array:
-        """Logits float32 [B, T, V] of int32 tokens [B, T], on whole arrays; positions default to 0, 1, 2, ..."""
+        """Logits float32 [B, T, V] of int32 tokens [B, T], on whole arrays; positions default to 0,
+        1, 2, ...
+        """
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
         inputs = Inputs(tokens, positions, segment_ids)
@@ -123,7 +130,8 @@ class Transformer(nnx.Module):
         return self.logits(hidden, execution=Execution())
 
     def hidden(self, inputs: Inputs, *, execution: Execution) -> tuple[Array, RouterStats | None]:
-        """Hidden states [B, T, D] after the final norm, and the MoE layers' statistics stacked [L, ...].
+        """Hidden states [B, T, D] after the final norm, and the MoE layers' statistics stacked [L,
+        ...].
 
         Under tensor parallelism the result is ready to meet split weights (`enter_tensor` is done).
         """
@@ -139,14 +147,18 @@ class Transformer(nnx.Module):
         return norm(enter_tensor(x, parallel)), stats
 
     def logits(self, hidden: Array, *, execution: Execution) -> Array:
-        """float32 [..., V] of hidden states [..., D]; this device's slice of V, padding included, under tensor parallelism."""
+        """float32 [..., V] of hidden states [..., D]; this device's slice of V, padding included,
+        under tensor parallelism.
+        """
         kernel = self._head_kernel(execution).astype(hidden.dtype)
         return jnp.einsum("...d,dv->...v", hidden, kernel, preferred_element_type=jnp.float32)
 
     def loss_sum(
         self, inputs: Inputs, labels: Array, *, execution: Execution
     ) -> tuple[Array, RouterStats | None]:
-        """Sum of this device's token losses (float32 scalar; labels int32 [B, T]) and the MoE layers' statistics [L, ...]."""
+        """Sum of this device's token losses (float32 scalar; labels int32 [B, T]) and the MoE
+        layers' statistics [L, ...].
+        """
         hidden, stats = self.hidden(inputs, execution=execution)
         loss = cross_entropy_sum(
             hidden.reshape(-1, hidden.shape[-1]),
@@ -164,13 +176,15 @@ class Transformer(nnx.Module):
 
 
 def split(config: ModelConfig) -> tuple[nnx.GraphDef, Params]:
-    """The abstract model as a graph definition and a nested dict of `ParamSpec` in the shapes of the stacked parameters."""
+    """The abstract model as a graph definition and a nested dict of `ParamSpec` in the shapes of
+    the stacked parameters.
+    """
     graphdef, state = nnx.split(Transformer(config))
     layers = {DENSE_STACK: config.num_dense_layers, MOE_STACK: config.num_moe_layers}
     specs = {}
     for path, variable in nnx.to_flat_state(state):
         spec: ParamSpec = variable.get_metadata()["spec"]
-        node = specs
+        node: dict[Any, Any] = specs
         for key in path[:-1]:
             node = node.setdefault(key, {})
         node[path[-1]] = spec.stacked(layers[path[0]]) if path[0] in layers else spec
@@ -178,7 +192,9 @@ def split(config: ModelConfig) -> tuple[nnx.GraphDef, Params]:
 
 
 def parameter_count(config: ModelConfig) -> int:
-    """Number of parameters, router biases included (as the checkpoint files count), without MTP layers."""
+    """Number of parameters, router biases included (as the checkpoint files count), without MTP
+    layers.
+    """
     return sum(spec.size for spec in jax.tree.leaves(split(config)[1]))
 
 
@@ -199,7 +215,9 @@ def _scan(
     inputs: Inputs,
     execution: Execution,
 ) -> tuple[Array, RouterStats | None]:
-    """Run a stack of layers; the body makes one layer's weights whole, and the backward pass does so again."""
+    """Run a stack of layers; the body makes one layer's weights whole, and the backward pass does
+    so again.
+    """
     graphdef, state = nnx.split(block)
 
     def body(x, params):

@@ -8,6 +8,7 @@ import threading
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -132,15 +133,30 @@ def test_state_keeps_every_bit_from_mesh_to_mesh_and_its_padding_is_zero(tmp_pat
 def test_numpy_reads_each_leaf_bit_for_bit_in_its_logical_shape(store, state):
     save(store, 1, state)
     store.wait()
-    read = tree(lambda name: name)
-    paths = jax.tree.map_with_path(
-        lambda path, _: jax.tree_util.keystr(path, simple=True, separator="."), read
+    arrays = jax.tree.map_with_path(
+        lambda path, _: store.read_array(1, jax.tree_util.keystr(path, simple=True, separator=".")),
+        random_values(),
     )
-    arrays = jax.tree.map(lambda path: store.read_array(1, path), paths)
     assert jax.tree.map(np.shape, arrays) == jax.tree.map(np.shape, random_values())
     assert as_bits(arrays) == as_bits(random_values())
     with pytest.raises(UserError, match=r"no array 'params\.nothing'.*params\.kernel"):
         store.read_array(1, "params.nothing")
+
+
+def test_plain_orbax_reads_the_logical_shapes(store, state):
+    save(store, 1, state)
+    store.wait()
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    name, logical = "params.kernel", logical_shapes()["params"]["kernel"]
+    args = ocp.args.PyTreeRestore(
+        {name: logical},
+        restore_args={name: ocp.ArrayRestoreArgs(sharding=device)},
+        partial_restore=True,
+    )
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as orbax:
+        read = orbax.restore(store.directory / "1" / "state", args=args)[name]
+    assert (read.shape, read.dtype) == (logical.shape, logical.dtype)
+    assert as_bits(read) == as_bits(random_values()["params"]["kernel"])
 
 
 def test_what_stood_in_the_padding_does_not_come_back(store, target):

@@ -12,7 +12,7 @@ LEVELS = {
     **dict.fromkeys(
         ("config", "run_config", "presets", "schema", "yaml_file", "run_file", "cli"), 0
     ),
-    **dict.fromkeys(("ops", "optim", "data"), 1),
+    **dict.fromkeys(("ops", "optim", "data", "flops"), 1),
     "layers": 2,
     **dict.fromkeys(("model", "mtp", "cache", "checkpoint", "checkpoint_files"), 3),
     **dict.fromkeys(("train", "bench", "plan", "evaluate", "generate"), 4),

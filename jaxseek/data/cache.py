@@ -11,12 +11,6 @@ from jaxseek.data.documents import Document
 from jaxseek.errors import UserError
 
 
-def cache_dir() -> Path:
-    """`$JAXSEEK_CACHE` where it is set, else `~/.cache/jaxseek`. The folder need not exist."""
-    configured = os.environ.get("JAXSEEK_CACHE")
-    return Path(configured).expanduser() if configured else Path.home() / ".cache" / "jaxseek"
-
-
 def digest(parts: Iterable[str]) -> str:
     """SHA-256 of several strings, 64 hex digits; ("ab", "c") and ("a", "bc") differ."""
     sha = hashlib.sha256()

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxseek.data.cache import atomic_write, cache_dir, digest, documents_digest
+from jaxseek.data.cache import atomic_write, digest, documents_digest
 from jaxseek.data.documents import Document
 from jaxseek.data.tokenizer import TextTokenizer
 from jaxseek.errors import UserError
+from jaxseek.paths import cache_dir
 
 # Part of the cache key: raise it when the same documents and tokenizer would give another stream.
 _RULES_VERSION = 1

@@ -19,9 +19,10 @@ from tokenizers import (
     trainers,
 )
 
-from jaxseek.data.cache import atomic_write, cache_dir, digest, documents_digest
+from jaxseek.data.cache import atomic_write, digest, documents_digest
 from jaxseek.data.documents import Document
 from jaxseek.errors import UserError
+from jaxseek.paths import cache_dir
 
 # U+FF5C and U+2581, written as escapes because they look like the ASCII "|" and "_".
 _BAR, _SPACE = "\uff5c", "\u2581"

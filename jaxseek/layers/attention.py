@@ -1,7 +1,7 @@
 """Self-attention of the Llama-shaped families: multi-head, grouped-query and multi-query in one.
 
-Letters: B batch, T length, D model, K kv heads, G query heads per kv head, H head dim. N = K G query heads; the query head of
-kv head k and group member g is HF's head number k G + g.
+Letters: B batch, T length, D model, K kv heads, G query heads per kv head, H head dim. N = K G
+query heads; the query head of kv head k and group member g is HF's head number k G + g.
 """
 
 from flax import nnx
@@ -14,7 +14,9 @@ from jaxseek.ops.rope import apply_rope, softmax_scale
 
 
 class Attention(nnx.Module):
-    """HF `LlamaAttention`, `Qwen2Attention` (q, k, v biases) and `Qwen3Attention` (q and k norms per head)."""
+    """HF `LlamaAttention`, `Qwen2Attention` (q, k, v biases) and `Qwen3Attention` (q and k norms
+    per head).
+    """
 
     def __init__(self, config: ModelConfig):
         model, head = config.hidden_size, config.attention_head_dim
@@ -23,7 +25,9 @@ class Attention(nnx.Module):
         q = {"embed": model, "kv_heads": kv["kv_heads"], "q_per_kv": group, "head_dim": head}
         o = {"kv_heads": kv["kv_heads"], "q_per_kv": group, "head_dim": head, "embed": model}
         bias = config.has_qkv_bias
-        self.q_proj = Linear("btd,dkgh->btkgh", q, outputs=("kv_heads", "q_per_kv", "head_dim"), bias=bias)
+        self.q_proj = Linear(
+            "btd,dkgh->btkgh", q, outputs=("kv_heads", "q_per_kv", "head_dim"), bias=bias
+        )
         self.k_proj = Linear("btd,dkh->btkh", kv, outputs=("kv_heads", "head_dim"), bias=bias)
         self.v_proj = Linear("btd,dkh->btkh", kv, outputs=("kv_heads", "head_dim"), bias=bias)
         self.o_proj = Linear("btkgh,kghd->btd", o)
@@ -33,7 +37,9 @@ class Attention(nnx.Module):
         self.scale = softmax_scale(config)
 
     def __call__(self, x: Array, *, rope: tuple[Array, Array], segment_ids: Array | None) -> Array:
-        """x [B, T, D] to [B, T, D]: this device's heads only, so a partial sum where heads are split."""
+        """x [B, T, D] to [B, T, D]: this device's heads only, so a partial sum where heads are
+        split.
+        """
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)

@@ -14,10 +14,11 @@ from jaxseek.ops.collectives import Parallel, enter_tensor, reduce_tensor
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)) (HF `LlamaDecoderLayer`, `DeepseekV3DecoderLayer`).
+    """x + attention(norm(x)), then x + mlp(norm(x)) (HF `LlamaDecoderLayer`,
+    `DeepseekV3DecoderLayer`).
 
-    The two sublayers are where the tensor axis is crossed: each begins with `enter_tensor` and ends with `reduce_tensor`, one
-    all-reduce of [B, T, D] forward and one backward.
+    The two sublayers are where the tensor axis is crossed: each begins with `enter_tensor` and ends
+    with `reduce_tensor`, one all-reduce of [B, T, D] forward and one backward.
     """
 
     def __init__(self, config: ModelConfig, *, mlp: MLP | MoE):

@@ -1,7 +1,8 @@
 """The parameter-holding modules every layer is made of.
 
-A module declares its parameters abstractly: a `ShapeDtypeStruct` of the logical shape, a name for each dim and a role. The
-layout reads these declarations; arrays of any local size come in by `nnx.merge`, and the code reads sizes off the arrays.
+A module declares its parameters abstractly: a `ShapeDtypeStruct` of the logical shape, a name for
+each dim and a role. The layout reads these declarations; arrays of any local size come in by
+`nnx.merge`, and the code reads sizes off the arrays.
 """
 
 import jax
@@ -21,7 +22,9 @@ def declare(shape: tuple[int, ...], dims: tuple[str, ...], *, role: Role) -> nnx
 
 
 class Linear(nnx.Module):
-    """A contraction of `x` with a kernel by an einsum equation, plus a bias over the output dims where asked for."""
+    """A contraction of `x` with a kernel by an einsum equation, plus a bias over the output dims
+    where asked for.
+    """
 
     def __init__(
         self,
@@ -32,7 +35,9 @@ class Linear(nnx.Module):
         bias: bool = False,
         role: Role = "matrix",
     ):
-        """`dims` names and sizes the kernel's dims in order; `outputs` are those of them that the bias has."""
+        """`dims` names and sizes the kernel's dims in order; `outputs` are those of them that the
+        bias has.
+        """
         self.equation = equation
         self.kernel = declare(tuple(dims.values()), tuple(dims), role=role)
         self.bias = declare(tuple(dims[n] for n in outputs), outputs, role="bias") if bias else None

@@ -1,6 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434 section 2.1; V3 alike).
 
-Letters: B batch, T length, D model, Q q rank, R kv rank, P rope dim, N heads, H nope + rope dims, V value dim.
+Letters: B batch, T length, D model, Q q rank, R kv rank, P rope dim, N heads, H nope + rope dims, V
+value dim.
 """
 
 import jax.numpy as jnp
@@ -16,23 +17,36 @@ _LATENT_EPS = 1e-6  # HF builds both latent norms with its default, whatever rms
 
 
 class LatentAttention(nnx.Module):
-    """HF `DeepseekV2Attention` and `DeepseekV3Attention`: queries and keys/values from low-rank latents, one shared rope key."""
+    """HF `DeepseekV2Attention` and `DeepseekV3Attention`: queries and keys/values from low-rank
+    latents, one shared rope key.
+    """
 
     def __init__(self, config: ModelConfig):
-        assert config.kv_lora_rank and config.qk_nope_head_dim and config.qk_rope_head_dim and config.v_head_dim
+        assert (
+            config.kv_lora_rank
+            and config.qk_nope_head_dim
+            and config.qk_rope_head_dim
+            and config.v_head_dim
+        )
         model, heads, rank = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
         head, value = config.attention_head_dim, config.v_head_dim
         self.nope, self.rank = config.qk_nope_head_dim, rank
         self.pairing: Pairing = "interleaved" if config.rope_interleave else "half"
         if config.q_lora_rank is None:
-            self.q_proj = Linear("btd,dnh->btnh", {"embed": model, "heads": heads, "head_dim": head})
+            self.q_proj = Linear(
+                "btd,dnh->btnh", {"embed": model, "heads": heads, "head_dim": head}
+            )
         else:
             q_rank = config.q_lora_rank
             self.q_a_proj = Linear("btd,dq->btq", {"embed": model, "q_rank": q_rank})
             self.q_a_layernorm = RMSNorm(q_rank, eps=_LATENT_EPS, dim="q_rank")
-            self.q_b_proj = Linear("btq,qnh->btnh", {"q_rank": q_rank, "heads": heads, "head_dim": head})
+            self.q_b_proj = Linear(
+                "btq,qnh->btnh", {"q_rank": q_rank, "heads": heads, "head_dim": head}
+            )
         latent = rank + config.qk_rope_head_dim
-        self.kv_a_proj_with_mqa = Linear("btd,dr->btr", {"embed": model, "kv_rank_and_rope": latent})
+        self.kv_a_proj_with_mqa = Linear(
+            "btd,dr->btr", {"embed": model, "kv_rank_and_rope": latent}
+        )
         self.kv_a_layernorm = RMSNorm(rank, eps=_LATENT_EPS, dim="kv_rank")
         up = {"kv_rank": rank, "heads": heads, "nope_and_value": self.nope + value}
         self.kv_b_proj = Linear("btr,rnh->btnh", up)
@@ -41,8 +55,14 @@ class LatentAttention(nnx.Module):
         self.has_q_rank = config.q_lora_rank is not None
 
     def __call__(self, x: Array, *, rope: tuple[Array, Array], segment_ids: Array | None) -> Array:
-        """x [B, T, D] to [B, T, D]: this device's heads only, so a partial sum where heads are split."""
-        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))) if self.has_q_rank else self.q_proj(x)
+        """x [B, T, D] to [B, T, D]: this device's heads only, so a partial sum where heads are
+        split.
+        """
+        q = (
+            self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+            if self.has_q_rank
+            else self.q_proj(x)
+        )
         latent, k_rope = jnp.split(self.kv_a_proj_with_mqa(x), [self.rank], axis=-1)
         k_nope, v = jnp.split(self.kv_b_proj(self.kv_a_layernorm(latent)), [self.nope], axis=-1)
         q_nope, q_rope = jnp.split(q, [self.nope], axis=-1)

@@ -16,5 +16,7 @@ class MLP(nnx.Module):
         self.down_proj = Linear("btf,fd->btd", {"mlp": ffn, "embed": model})
 
     def __call__(self, x: Array) -> Array:
-        """x [B, T, D] to [B, T, D]: this device's share of F only, so a partial sum where F is split."""
+        """x [B, T, D] to [B, T, D]: this device's share of F only, so a partial sum where F is
+        split.
+        """
         return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))

@@ -1,6 +1,7 @@
 """DeepSeekMoE: routed experts of which each token takes a few, and a shared one it always takes.
 
-Letters: B batch, T length, M = B T tokens, D model, F ffn of an expert, E experts, A active experts per token.
+Letters: B batch, T length, M = B T tokens, D model, F ffn of an expert, E experts, A active experts
+per token.
 """
 
 from typing import NamedTuple
@@ -11,7 +12,7 @@ from flax import nnx
 from jax import Array
 
 from jaxseek.config import ModelConfig
-from jaxseek.layers.linear import Linear, declare
+from jaxseek.layers.linear import declare
 from jaxseek.layers.mlp import MLP
 from jaxseek.ops.collectives import Parallel
 from jaxseek.ops.dispatch import combine, dispatch, plan_dispatch
@@ -23,7 +24,8 @@ class RouterStats(NamedTuple):
     """What a MoE layer reports beside its output; the trainer balances the load with it.
 
     Attributes:
-        balance: float32 scalar, sum over this device's sequences of the balance loss; equal on all tensor ranks.
+        balance: float32 scalar, sum over this device's sequences of the balance loss; equal on all
+            tensor ranks.
         counts: int32 [E], how many of this device's tokens chose each expert.
     """
 
@@ -37,9 +39,13 @@ class Router(nnx.Module):
     def __init__(self, config: ModelConfig):
         assert config.n_routed_experts
         experts = config.n_routed_experts
-        self.kernel = declare((config.hidden_size, experts), ("embed", "router_experts"), role="router")
+        self.kernel = declare(
+            (config.hidden_size, experts), ("embed", "router_experts"), role="router"
+        )
         self.e_score_correction_bias = (
-            declare((experts,), ("router_experts",), role="router_bias") if config.uses_router_bias else None
+            declare((experts,), ("router_experts",), role="router_bias")
+            if config.uses_router_bias
+            else None
         )
 
     def __call__(self, x: Array) -> tuple[Array, Array | None]:
@@ -57,15 +63,23 @@ class Experts(nnx.Module):
 
     def __init__(self, config: ModelConfig):
         assert config.n_routed_experts and config.moe_intermediate_size
-        experts, model, ffn = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
+        experts, model, ffn = (
+            config.n_routed_experts,
+            config.hidden_size,
+            config.moe_intermediate_size,
+        )
         up, down = ("experts", "embed", "expert_mlp"), ("experts", "expert_mlp", "embed")
         self.gate_proj = declare((experts, model, ffn), up, role="matrix")
         self.up_proj = declare((experts, model, ffn), up, role="matrix")
         self.down_proj = declare((experts, ffn, model), down, role="matrix")
 
     def __call__(self, rows: Array, group_sizes: Array) -> Array:
-        """Rows [M A, D] sorted by expert, of which the first sum(group_sizes) are real, to [M A, D]."""
-        gate, up, down = (w[...].astype(rows.dtype) for w in (self.gate_proj, self.up_proj, self.down_proj))
+        """Rows [M A, D] sorted by expert, of which the first sum(group_sizes) are real, to [M A,
+        D].
+        """
+        gate, up, down = (
+            w[...].astype(rows.dtype) for w in (self.gate_proj, self.up_proj, self.down_proj)
+        )
         return expert_mlp(rows, gate, up, down, group_sizes)
 
 
@@ -82,8 +96,8 @@ class MoE(nnx.Module):
     def __call__(self, x: Array, *, parallel: Parallel) -> tuple[Array, RouterStats]:
         """x [B, T, D] to [B, T, D] and the router's statistics.
 
-        Experts are split over the tensor axis: every tensor rank routes all tokens and computes those that chose its experts, so
-        the output is a partial sum there.
+        Experts are split over the tensor axis: every tensor rank routes all tokens and computes
+        those that chose its experts, so the output is a partial sum there.
         """
         rows = x.reshape(-1, x.shape[-1])
         logits, bias = self.gate(rows)
@@ -95,7 +109,9 @@ class MoE(nnx.Module):
         if self.shared_experts is not None:
             y = y + self.shared_experts(x)
         balance = balance_loss(routing, batch=x.shape[0], config=self.config)
-        if parallel.tensor_axis is not None:  # each rank computed the same: its share of the gradient is 1/T
+        if (
+            parallel.tensor_axis is not None
+        ):  # each rank computed the same: its share of the gradient is 1/T
             balance = jax.lax.pmean(balance, parallel.tensor_axis)
         counts = expert_counts(routing.expert_ids, num_experts=routing.scores.shape[-1])
         return y, RouterStats(balance, counts)

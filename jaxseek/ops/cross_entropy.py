@@ -1,6 +1,8 @@
-"""Cross-entropy straight from hidden states, a chunk of tokens at a time, so that the logits of a batch never exist at once.
+"""Cross-entropy straight from hidden states, a chunk of tokens at a time, so that the logits of a
+batch never exist at once.
 
-Letters: M tokens, D model, V vocabulary (this device's slice under tensor parallelism), C tokens of a chunk.
+Letters: M tokens, D model, V vocabulary (this device's slice under tensor parallelism), C tokens of
+a chunk.
 """
 
 import functools
@@ -20,8 +22,9 @@ def cross_entropy_sum(
 ) -> Array:
     """Sum over tokens of -log softmax(hidden kernel)[label], float32 scalar.
 
-    The gradient is computed along with the value (both are linear in the incoming scalar), so the backward pass recomputes
-    nothing. Under tensor parallelism each device holds a slice of the vocabulary; the softmax runs over all of them.
+    The gradient is computed along with the value (both are linear in the incoming scalar), so the
+    backward pass recomputes nothing. Under tensor parallelism each device holds a slice of the
+    vocabulary; the softmax runs over all of them.
 
     Args:
         hidden: [M, D] in the compute dtype.
@@ -29,7 +32,7 @@ def cross_entropy_sum(
         labels: int32 [M], in [0, vocab_size) or `IGNORE_LABEL`.
         vocab_size: logical size; columns beyond it are padding and take no part.
     """
-    return _loss(hidden, kernel, labels, vocab_size, parallel)
+    return _loss(hidden, kernel, labels, vocab_size, parallel)  # pyright: ignore[reportCallIssue]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -54,7 +57,9 @@ def _loss_forward(hidden, kernel, labels, vocab_size, parallel):
         loss, d_logits = _chunk_loss(x, y, compute_kernel, vocab_size=vocab_size, parallel=parallel)
         d_logits = d_logits.astype(x.dtype)
         d_x = jnp.einsum("cv,dv->cd", d_logits, compute_kernel)
-        d_kernel = d_kernel + jnp.einsum("cd,cv->dv", x, d_logits, preferred_element_type=jnp.float32)
+        d_kernel = d_kernel + jnp.einsum(
+            "cd,cv->dv", x, d_logits, preferred_element_type=jnp.float32
+        )
         return (total + loss, d_kernel), d_x
 
     start = vary_like(jnp.zeros((), jnp.float32), *_reduced_refs(hidden, labels, parallel))
@@ -96,7 +101,9 @@ def _chunk_loss(
 
 
 def _chunks(hidden: Array, kernel: Array, labels: Array) -> tuple[Array, Array]:
-    """Hidden states [chunks, C, D] and labels [chunks, C], the last chunk filled up with ignored tokens."""
+    """Hidden states [chunks, C, D] and labels [chunks, C], the last chunk filled up with ignored
+    tokens.
+    """
     tokens = hidden.shape[0]
     count = -(-tokens * kernel.shape[1] * 4 // _CHUNK_BYTES)
     size = -(-tokens // count)
@@ -108,7 +115,9 @@ def _chunks(hidden: Array, kernel: Array, labels: Array) -> tuple[Array, Array]:
 
 
 def _reduced_refs(hidden: Array, labels: Array, parallel: Parallel) -> tuple[Array, ...]:
-    """What the loss varies like: `hidden` may vary over the tensor axis too, over which the loss is summed."""
+    """What the loss varies like: `hidden` may vary over the tensor axis too, over which the loss is
+    summed.
+    """
     if parallel.tensor_axis is None:
         return hidden, labels
     return (labels,)

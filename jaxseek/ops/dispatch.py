@@ -1,4 +1,5 @@
-"""Tokens to the rows of their experts and back, by permutations whose gradients are permutations too (no scatter).
+"""Tokens to the rows of their experts and back, by permutations whose gradients are permutations
+too (no scatter).
 
 Letters: M tokens, D model, A active experts per token, E experts of this device.
 """
@@ -14,7 +15,8 @@ class DispatchPlan(NamedTuple):
     """Where each of the M A (token, choice) pairs goes.
 
     Attributes:
-        order: int32 [M A], the pair that stands in each row; rows are sorted by expert, other devices' pairs come last.
+        order: int32 [M A], the pair that stands in each row; rows are sorted by expert, other
+            devices' pairs come last.
         inverse: int32 [M A], the row of each pair.
         group_sizes: int32 [E], rows of each local expert.
     """
@@ -25,7 +27,9 @@ class DispatchPlan(NamedTuple):
 
 
 def plan_dispatch(expert_ids: Array, *, first: Array | int, count: int) -> DispatchPlan:
-    """Sort the choices expert_ids [M, A] by expert, for the `count` experts from number `first` on that this device has."""
+    """Sort the choices expert_ids [M, A] by expert, for the `count` experts from number `first` on
+    that this device has.
+    """
     local = expert_ids.reshape(-1) - first
     local = jnp.where((local >= 0) & (local < count), local, count)
     order = jnp.argsort(local, stable=True).astype(jnp.int32)
@@ -66,6 +70,8 @@ _unsort.defvjp(
 
 
 def combine(rows: Array, weights: Array, plan: DispatchPlan) -> Array:
-    """Weighted sum of each token's expert outputs: rows [M A, D] (zero where not local), weights [M, A] to [M, D]."""
+    """Weighted sum of each token's expert outputs: rows [M A, D] (zero where not local), weights
+    [M, A] to [M, D].
+    """
     pairs = _unsort(rows, plan).reshape(*weights.shape, rows.shape[-1])
     return jnp.einsum("mad,ma->md", pairs, weights)

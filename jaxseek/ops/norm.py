@@ -8,8 +8,8 @@ from jax import Array
 def rms_norm(x: Array, scale: Array, *, eps: float) -> Array:
     """x / sqrt(mean(x^2) + eps) * scale over the last dim.
 
-    Statistics in float32; the normalised value is cast to the dtype of `x` before the product, as HF `LlamaRMSNorm` and
-    `DeepseekV3RMSNorm` do.
+    Statistics in float32; the normalised value is cast to the dtype of `x` before the product, as
+    HF `LlamaRMSNorm` and `DeepseekV3RMSNorm` do.
 
     Args:
         x: [..., D], any float dtype.

@@ -1,4 +1,6 @@
-"""Rotary position embedding with the scalings of the family. Letters: B batch, T length, P rotated dims of a head."""
+"""Rotary position embedding with the scalings of the family. Letters: B batch, T length, P rotated
+dims of a head.
+"""
 
 import math
 from typing import Literal
@@ -9,7 +11,8 @@ from jax import Array
 
 from jaxseek.config import ModelConfig, RopeScaling
 
-# Which two dims of a head form a pair: (i, i + P/2) in Llama and Qwen, (2i, 2i + 1) in DeepSeek's MLA.
+# Which two dims of a head form a pair: (i, i + P/2) in Llama and Qwen, (2i, 2i + 1) in DeepSeek's
+# MLA.
 Pairing = Literal["half", "interleaved"]
 
 
@@ -24,7 +27,9 @@ def rope_frequencies(config: ModelConfig) -> np.ndarray:
 
 
 def rope_amplitude(config: ModelConfig) -> float:
-    """Factor on cos and sin: 1 but for yarn, where it is m(mscale) / m(mscale_all_dim), or m(1) if neither is given."""
+    """Factor on cos and sin: 1 but for yarn, where it is m(mscale) / m(mscale_all_dim), or m(1) if
+    neither is given.
+    """
     scaling = config.rope_scaling
     if scaling is None or scaling.rope_type != "yarn":
         return 1.0
@@ -38,7 +43,9 @@ def rope_amplitude(config: ModelConfig) -> float:
 
 
 def softmax_scale(config: ModelConfig) -> float:
-    """Factor on attention scores: head_dim^-1/2, under MLA with yarn times m(mscale_all_dim)^2 (DeepSeek-V2, HF `yarn_apply_mscale`)."""
+    """Factor on attention scores: head_dim^-1/2, under MLA with yarn times m(mscale_all_dim)^2
+    (DeepSeek-V2, HF `yarn_apply_mscale`).
+    """
     scale = config.attention_head_dim**-0.5
     scaling = config.rope_scaling
     if config.is_mla and scaling is not None and scaling.mscale_all_dim:
@@ -52,7 +59,9 @@ def yarn_magnitude(factor: float, mscale: float) -> float:
 
 
 def rope_tables(positions: Array, config: ModelConfig) -> tuple[Array, Array]:
-    """cos and sin of every position's angles, float32 [B, T, P/2] each; `positions` is int32 [B, T]."""
+    """cos and sin of every position's angles, float32 [B, T, P/2] each; `positions` is int32 [B,
+    T].
+    """
     angles = positions.astype(jnp.float32)[..., None] * rope_frequencies(config)
     amplitude = rope_amplitude(config)
     return jnp.cos(angles) * amplitude, jnp.sin(angles) * amplitude
@@ -64,7 +73,8 @@ def apply_rope(x: Array, tables: tuple[Array, Array], *, pairing: Pairing) -> Ar
     Args:
         x: [B, T, ..., P] with any number of head dims between T and P.
         tables: cos and sin [B, T, P/2] from `rope_tables`.
-        pairing: which dims form a pair; the order of the dims is kept, so weights stay as the checkpoint has them.
+        pairing: which dims form a pair; the order of the dims is kept, so weights stay as the
+            checkpoint has them.
 
     Returns:
         The shape and dtype of `x`; the rotation itself is float32.
@@ -76,7 +86,9 @@ def apply_rope(x: Array, tables: tuple[Array, Array], *, pairing: Pairing) -> Ar
         a, b = jnp.split(x32, 2, axis=-1)
         return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)
     a, b = x32[..., ::2], x32[..., 1::2]
-    return jnp.stack([a * cos - b * sin, a * sin + b * cos], axis=-1).reshape(x.shape).astype(x.dtype)
+    return (
+        jnp.stack([a * cos - b * sin, a * sin + b * cos], axis=-1).reshape(x.shape).astype(x.dtype)
+    )
 
 
 def _linear(frequencies: np.ndarray, scaling: RopeScaling, **_) -> np.ndarray:
@@ -84,17 +96,23 @@ def _linear(frequencies: np.ndarray, scaling: RopeScaling, **_) -> np.ndarray:
 
 
 def _llama3(frequencies: np.ndarray, scaling: RopeScaling, **_) -> np.ndarray:
-    """Long waves are stretched, short ones kept, those between blended (Llama 3.1, HF `_compute_llama3_parameters`)."""
+    """Long waves are stretched, short ones kept, those between blended (Llama 3.1, HF
+    `_compute_llama3_parameters`).
+    """
     assert scaling.low_freq_factor is not None and scaling.high_freq_factor is not None
     assert scaling.original_max_position_embeddings is not None
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
-    smooth = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    smooth = (turns - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
     smooth = np.clip(smooth, 0.0, 1.0)
     return frequencies / scaling.factor * (1 - smooth) + frequencies * smooth
 
 
 def _yarn(frequencies: np.ndarray, scaling: RopeScaling, *, base: float, dim: int) -> np.ndarray:
-    """Interpolate the dims that turn seldom within the original context, keep those that turn often (arXiv:2309.00071)."""
+    """Interpolate the dims that turn seldom within the original context, keep those that turn often
+    (arXiv:2309.00071).
+    """
     original = scaling.original_max_position_embeddings
     assert original is not None
 

@@ -1,4 +1,6 @@
-"""DeepSeekMoE routing and load balance. Letters: B batch, T length, M tokens, E experts, A active experts per token, G groups."""
+"""DeepSeekMoE routing and load balance. Letters: B batch, T length, M tokens, E experts, A active
+experts per token, G groups.
+"""
 
 from typing import NamedTuple
 
@@ -26,15 +28,20 @@ class Routing(NamedTuple):
 def route(logits: Array, bias: Array | None, *, config: ModelConfig) -> Routing:
     """Choose experts from router logits.
 
-    V3 chooses by sigmoid score plus `bias` within the best groups (a group counts the sum of its two best) and weighs by the
-    score alone; V2 chooses by softmax score, where asked within the groups of the best single score; MoE-16B takes the best
-    softmax scores as they are. (HF `DeepseekV3TopkRouter`, `DeepseekV2TopkRouter`; the norm of V2 as in DeepSeek's own code.)
+    V3 chooses by sigmoid score plus `bias` within the best groups (a group counts the sum of its
+    two best) and weighs by the score alone; V2 chooses by softmax score, where asked within the
+    groups of the best single score; MoE-16B takes the best softmax scores as they are. (HF
+    `DeepseekV3TopkRouter`, `DeepseekV2TopkRouter`; the norm of V2 as in DeepSeek's own code.)
 
     Args:
         logits: float32 [M, E].
         bias: float32 [E] (`e_score_correction_bias`), with topk_method `noaux_tc` only.
     """
-    scores = jax.nn.sigmoid(logits) if config.scoring_func == "sigmoid" else jax.nn.softmax(logits, axis=-1)
+    scores = (
+        jax.nn.sigmoid(logits)
+        if config.scoring_func == "sigmoid"
+        else jax.nn.softmax(logits, axis=-1)
+    )
     choice = jax.lax.stop_gradient(scores if bias is None else scores + bias)
     if config.topk_method != "greedy":
         choice = _limit_to_groups(choice, config=config)
@@ -43,13 +50,17 @@ def route(logits: Array, bias: Array | None, *, config: ModelConfig) -> Routing:
     weights = jnp.take_along_axis(scores, expert_ids, axis=-1)
     if config.norm_topk_prob and config.num_experts_per_tok > 1:
         weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
-        if config.scoring_func == "softmax":  # DeepSeek-V2 either normalises or scales, V3 does both
+        if (
+            config.scoring_func == "softmax"
+        ):  # DeepSeek-V2 either normalises or scales, V3 does both
             return Routing(expert_ids, weights, scores)
     return Routing(expert_ids, weights * config.routed_scaling_factor, scores)
 
 
 def _limit_to_groups(choice: Array, *, config: ModelConfig) -> Array:
-    """Choice scores [M, E] with -inf outside of the `topk_group` best groups. (-inf and not 0: biased scores can be negative.)"""
+    """Choice scores [M, E] with -inf outside of the `topk_group` best groups. (-inf and not 0:
+    biased scores can be negative.)
+    """
     grouped = choice.reshape(choice.shape[0], config.n_group, -1)
     best = 2 if config.topk_method == "noaux_tc" else 1
     best = min(best, grouped.shape[-1])
@@ -66,13 +77,15 @@ def expert_counts(expert_ids: Array, *, num_experts: int) -> Array:
 
 
 def balance_loss(routing: Routing, *, batch: int, config: ModelConfig) -> Array:
-    """Sum over sequences of sum_i f_i P_i (DeepSeek-V3, arXiv:2412.19437 equations 17 to 20; V2's expert-level loss).
+    """Sum over sequences of sum_i f_i P_i (DeepSeek-V3, arXiv:2412.19437 equations 17 to 20; V2's
+    expert-level loss).
 
-    f_i = E / (A T) * how often expert i was chosen, P_i = mean score of expert i, for sigmoid scores normalised over all
-    experts first. With `seq_aux` each sequence counts for itself, else the `batch` sequences are one, times `batch`.
+    f_i = E / (A T) * how often expert i was chosen, P_i = mean score of expert i, for sigmoid
+    scores normalised over all experts first. With `seq_aux` each sequence counts for itself, else
+    the `batch` sequences are one, times `batch`.
 
-    Returns:
-        float32 scalar; to be divided by the number of sequences of the whole step and multiplied by alpha.
+    Returns: float32 scalar; to be divided by the number of sequences of the whole step and
+        multiplied by alpha.
     """
     tokens, experts = routing.scores.shape
     sequences = batch if config.seq_aux else 1
@@ -81,6 +94,8 @@ def balance_loss(routing: Routing, *, batch: int, config: ModelConfig) -> Array:
         scores = scores / (scores.sum(axis=-1, keepdims=True) + 1e-20)
     ids = routing.expert_ids.reshape(sequences, tokens // sequences, -1)
     active = ids.shape[-1]
-    frequency = expert_counts(ids, num_experts=experts) * (experts / (active * (tokens // sequences)))
+    frequency = expert_counts(ids, num_experts=experts) * (
+        experts / (active * (tokens // sequences))
+    )
     probability = scores.reshape(sequences, tokens // sequences, experts).mean(axis=1)
     return (frequency * probability).sum() * (batch / sequences)

@@ -19,9 +19,11 @@ def decay_mask(specs: Any) -> Any:
 
 
 def make_adamw(optim: OptimConfig, specs: Any) -> optax.GradientTransformation:
-    """AdamW (arXiv:1711.05101) without the learning rate, which the train step multiplies in; moments are float32.
+    """AdamW (arXiv:1711.05101) without the learning rate, which the train step multiplies in;
+    moments are float32.
 
-    Every part is elementwise, so it runs on a device's slices as it would on the whole. The norm is not: see `global_norm`.
+    Every part is elementwise, so it runs on a device's slices as it would on the whole. The norm is
+    not: see `global_norm`.
     """
     return optax.chain(
         optax.scale_by_adam(b1=optim.beta1, b2=optim.beta2, eps=optim.eps, mu_dtype=jnp.float32),
@@ -30,9 +32,11 @@ def make_adamw(optim: OptimConfig, specs: Any) -> optax.GradientTransformation:
 
 
 def global_norm(grads: Any, layout: Any) -> Array:
-    """Euclidean norm of the whole gradient, of which every device holds the slices that `layout` gives it; float32 scalar.
+    """Euclidean norm of the whole gradient, of which every device holds the slices that `layout`
+    gives it; float32 scalar.
 
-    Runs inside the shard_map: squares are summed over exactly those axes over which a leaf is split.
+    Runs inside the shard_map: squares are summed over exactly those axes over which a leaf is
+    split.
     """
     sums: dict[tuple[str, ...], Array] = {}
     leaves = jax.tree.leaves(layout, is_leaf=lambda x: isinstance(x, LeafLayout))

@@ -1,4 +1,6 @@
-"""What a person sees of a run: a header, a live progress bar, a summary. Where the output is no terminal, plain lines."""
+"""What a person sees of a run: a header, a live progress bar, a summary. Where the output is no
+terminal, plain lines.
+"""
 
 import math
 

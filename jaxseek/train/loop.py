@@ -1,4 +1,6 @@
-"""The training loop: dispatch a step, then read the metrics of the one before, so that the devices never wait for Python."""
+"""The training loop: dispatch a step, then read the metrics of the one before, so that the devices
+never wait for Python.
+"""
 
 import dataclasses
 import signal
@@ -45,7 +47,8 @@ class Training:
 
 
 def run_steps(training: Training, state: TrainState, *, console: Console) -> TrainState:
-    """Run to the last step, or to `stop_after`, or until the process is told to stop; end with a checkpoint.
+    """Run to the last step, or to `stop_after`, or until the process is told to stop; end with a
+    checkpoint.
 
     Raises:
         UserError: after `optim.max_bad_steps` steps in a row without a finite gradient.
@@ -55,7 +58,9 @@ def run_steps(training: Training, state: TrainState, *, console: Console) -> Tra
     with RunProgress(console, first=first, steps=run.steps) as progress, _stop_signal() as stopped:
         meter = _Meter(training, progress)
         for step in range(first + 1, last + 1):
-            state, metrics = training.step(state, device_batch(training.program, next(training.loader)))
+            state, metrics = training.step(
+                state, device_batch(training.program, next(training.loader))
+            )
             meter.read_previous()
             meter.dispatched(step, metrics)
             if stopped.is_set():
@@ -70,19 +75,27 @@ def run_steps(training: Training, state: TrainState, *, console: Console) -> Tra
             if step == last:
                 break
     if last < run.steps:
-        console.print(f"stopped after step {last} of {run.steps}; go on with --resume {training.folder.path}")
+        console.print(
+            f"stopped after step {last} of {run.steps}; go on with --resume {training.folder.path}"
+        )
     return state
 
 
 def save(training: Training, state: TrainState, *, step: int) -> None:
-    """Begin a checkpoint of everything the run needs to go on exactly: arrays, config, position in the data."""
+    """Begin a checkpoint of everything the run needs to go on exactly: arrays, config, position in
+    the data.
+    """
     run = training.program.run
     metadata = {"config": dump_config(run), "data": training.loader.state.to_dict()}
-    training.store.save(step, state, logical_shapes=training.program.logical_shapes, metadata=metadata)
+    training.store.save(
+        step, state, logical_shapes=training.program.logical_shapes, metadata=metadata
+    )
 
 
 def evaluate(training: Training, state: TrainState, *, step: int) -> float:
-    """Mean loss over the validation set in nats per token: sum of losses over sum of tokens, whatever the batch size."""
+    """Mean loss over the validation set in nats per token: sum of losses over sum of tokens,
+    whatever the batch size.
+    """
     loss, tokens = 0.0, 0
     for batch in training.validation.batches:
         sums = training.evaluate(state, device_batch(training.program, batch))
@@ -93,10 +106,14 @@ def evaluate(training: Training, state: TrainState, *, step: int) -> float:
 
 
 def device_batch(program: Program, batch: Batch) -> StepBatch:
-    """Host arrays [batch, T] or [accumulation, batch, T] to the devices, the batch split over the data axis."""
+    """Host arrays [batch, T] or [accumulation, batch, T] to the devices, the batch split over the
+    data axis.
+    """
     arrays = (batch.tokens, batch.labels, batch.segment_ids, batch.positions)
     shaped = (x if x.ndim == 3 else x[None] for x in arrays)
-    return StepBatch(*(jax.device_put(np.ascontiguousarray(x), program.batch_sharding) for x in shaped))
+    return StepBatch(
+        *(jax.device_put(np.ascontiguousarray(x), program.batch_sharding) for x in shaped)
+    )
 
 
 class _Meter:
@@ -128,7 +145,10 @@ class _Meter:
         line = self._line(step, metrics, seconds)
         self._training.folder.log(line)
         self._progress.update(
-            step=step, loss=line["loss"], tokens_per_second=line["tokens_per_second"], seconds=seconds
+            step=step,
+            loss=line["loss"],
+            tokens_per_second=line["tokens_per_second"],
+            seconds=seconds,
         )
         self._check(step, metrics)
 
@@ -154,14 +174,18 @@ class _Meter:
         limit = self._training.program.run.optim.max_bad_steps
         if self._bad_steps >= limit:
             raise UserError(
-                f"step {step}: {limit} steps in a row had no finite gradient; all were skipped, so the state is that of "
-                f"step {step - limit}. Lower optim.learning_rate or look at the data of these steps."
+                f"step {step}: {limit} steps in a row had no finite gradient; all were skipped, so "
+                "the state is that of "
+                f"step {step - limit}. Lower optim.learning_rate or look at the data of these "
+                "steps."
             )
 
 
 @contextmanager
 def _stop_signal() -> Iterator[threading.Event]:
-    """An event that SIGTERM sets: the step in hand is finished and saved. A second signal ends the process at once."""
+    """An event that SIGTERM sets: the step in hand is finished and saved. A second signal ends the
+    process at once.
+    """
     stopped = threading.Event()
 
     def handle(number, frame):

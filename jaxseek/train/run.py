@@ -43,7 +43,9 @@ def train(invocation: Invocation) -> None:
     _check_resume(invocation)
     program = make_program(run, make_mesh(run.mesh_shape))
     _say_devices(program, console)
-    console.print(f"reading {run.data.source}, with tokenizer {run.data.tokenizer or 'trained on it'}")
+    console.print(
+        f"reading {run.data.source}, with tokenizer {run.data.tokenizer or 'trained on it'}"
+    )
     text = prepare_text(run)
     compilation_cache.enable(cache_dir() / "jax")
     path = (invocation.resume or invocation.out or default_path(run)).expanduser().absolute()
@@ -51,7 +53,9 @@ def train(invocation: Invocation) -> None:
         state, position = _begin(invocation, program, store, console)
         with _loader(run, text, position) as loader:
             folder = _folder(invocation, text, path=path, step=int(state.step))
-            training = _compile(program, text, loader=loader, folder=folder, store=store, console=console)
+            training = _compile(
+                program, text, loader=loader, folder=folder, store=store, console=console
+            )
             start = evaluate(training, state, step=int(state.step))
             console.print(f"validation loss {start:.4f} before step {int(state.step) + 1}")
             state = run_steps(training, state, console=console)
@@ -69,11 +73,15 @@ def _check_resume(invocation: Invocation) -> None:
     if invocation.resume is None:
         return
     if invocation.out is not None:
-        raise UserError("--resume and --out are both given; a resumed run goes on in its own folder. Leave out --out.")
+        raise UserError(
+            "--resume and --out are both given; a resumed run goes on in its own folder. Leave out "
+            "--out."
+        )
     for key, (old, new) in invocation.changed.items():
         if key not in _RESUMABLE and not key.startswith(_RESUMABLE_SECTIONS):
             raise UserError(
-                f"--resume {invocation.resume}: {key} was {old} and is now {new}, which makes it another run. "
+                f"--resume {invocation.resume}: {key} was {old} and is now {new}, which makes it "
+                "another run. "
                 f"Leave it as it was, or start a new run."
             )
 
@@ -81,7 +89,9 @@ def _check_resume(invocation: Invocation) -> None:
 def _begin(
     invocation: Invocation, program: Program, store: CheckpointStore, console: Console
 ) -> tuple[TrainState, LoaderState]:
-    """State and position in the data to begin with: fresh, or those of the newest complete checkpoint."""
+    """State and position in the data to begin with: fresh, or those of the newest complete
+    checkpoint.
+    """
     run = invocation.run
     if invocation.resume is None:
         return init_state(program), LoaderState(seed=run.seed)
@@ -90,7 +100,10 @@ def _begin(
     console.print(f"resuming after step {restored.step}{changes}")
     end = run.stop_after or run.steps
     if restored.step >= end:
-        raise UserError(f"--resume {invocation.resume}: step {restored.step} of {end} is done already; give more --steps.")
+        raise UserError(
+            f"--resume {invocation.resume}: step {restored.step} of {end} is done already; give "
+            "more --steps."
+        )
     return restored.state, LoaderState.from_dict(restored.metadata["data"])
 
 
@@ -129,13 +142,18 @@ def _compile(
     shape = (run.accumulation, run.sequences_per_step // run.accumulation, run.seq_len)
     row = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=program.batch_sharding)
     started = time.perf_counter()
-    step = make_train_step(program).lower(program.abstract_state, StepBatch(row, row, row, row)).compile()
+    step = (
+        make_train_step(program)
+        .lower(program.abstract_state, StepBatch(row, row, row, row))
+        .compile()
+    )
     memory = step.memory_analysis()
     state_mib, temporary_mib = (
         size / 2**20 for size in (memory.argument_size_in_bytes, memory.temp_size_in_bytes)
     )
     console.print(
-        f"compiled in {time.perf_counter() - started:.1f} s; one device holds {state_mib:,.0f} MiB of state "
+        f"compiled in {time.perf_counter() - started:.1f} s; one device holds {state_mib:,.0f} MiB "
+        "of state "
         f"and {temporary_mib:,.0f} MiB of temporaries"
     )
     peak = peak_flops(program.mesh.devices.flat[0])
@@ -154,17 +172,21 @@ def _compile(
 
 def _say_devices(program: Program, console: Console) -> None:
     run, device = program.run, program.mesh.devices.flat[0]
-    where = f"{program.mesh.size} x {device.device_kind}"
+    count = program.mesh.size
     if device.platform == "cpu":
-        where = f"no accelerator found: {program.mesh.size} CPU device(s), emulated on the cores of this machine"
-    console.print(where)
+        console.print(f"no accelerator found: {count} emulated on the cores of this machine")
+    else:
+        console.print(f"{count} x {device.device_kind}")
     console.print(
-        f"model {run.model.model_type}, {parameter_count(run.model):,} parameters; mesh {run.mesh} (data x tensor), "
-        f"ZeRO {program.zero}, {run.dtype}; {run.sequences_per_step} sequences of {run.seq_len} tokens per step"
+        f"model {run.model.model_type}, {parameter_count(run.model):,} parameters; "
+        f"mesh {run.mesh} (data x tensor), ZeRO {program.zero}, {run.dtype}; "
+        f"{run.sequences_per_step} sequences of {run.seq_len} tokens per step"
     )
 
 
-def _print_sample(program: Program, state: TrainState, text: TrainingText, console: Console) -> None:
+def _print_sample(
+    program: Program, state: TrainState, text: TrainingText, console: Console
+) -> None:
     sample = sample_text(
         program, state, tokenizer=text.tokenizer, prompt=_SAMPLE_PROMPT, num_tokens=_SAMPLE_TOKENS
     )

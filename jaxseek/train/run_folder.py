@@ -21,7 +21,8 @@ class RunFolder:
 
     Attributes:
         path: the folder.
-        metrics: `metrics.jsonl`, open for appending; every line is written at once, so a crash leaves whole lines.
+        metrics: `metrics.jsonl`, open for appending; every line is written at once, so a crash
+            leaves whole lines.
     """
 
     path: Path
@@ -37,17 +38,22 @@ class RunFolder:
         try:
             if path.exists() and any(path.iterdir()):
                 raise UserError(
-                    f"--out {path} is not empty. Give another folder, or go on with that run by --resume {path}."
+                    f"--out {path} is not empty. Give another folder, or go on with that run by "
+                    f"--resume {path}."
                 )
             path.mkdir(parents=True, exist_ok=True)
             (path / CONFIG_FILE).write_text(dump_config(run), encoding="utf-8")
             return cls(path=path, metrics=(path / METRICS_FILE).open("a", encoding="utf-8"))
         except OSError as error:
-            raise UserError(f"--out {path} cannot be written: {error.strerror or error}.") from error
+            raise UserError(
+                f"--out {path} cannot be written: {error.strerror or error}."
+            ) from error
 
     @classmethod
     def resume(cls, run: RunConfig, *, path: Path, step: int) -> "RunFolder":
-        """The folder of a run that goes on after `step`; later lines of its metrics are dropped, so no step stands twice."""
+        """The folder of a run that goes on after `step`; later lines of its metrics are dropped, so
+        no step stands twice.
+        """
         lines = [line for line in read_metrics(path) if line["step"] <= step]
         replacement = path / f".{METRICS_FILE}.new"
         replacement.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")

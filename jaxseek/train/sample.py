@@ -1,6 +1,7 @@
 """A short sample at the end of a run, so that a person sees what the model has learned.
 
-Every token costs a whole forward pass over the window: no cache. Good for a few lines, not for serving.
+Every token costs a whole forward pass over the window: no cache. Good for a few lines, not for
+serving.
 """
 
 import jax
@@ -21,7 +22,8 @@ def sample_text(
     num_tokens: int,
     temperature: float = 0.7,
 ) -> str:
-    """`prompt` and up to `num_tokens` sampled tokens after it; ends early at the end-of-sentence token.
+    """`prompt` and up to `num_tokens` sampled tokens after it; ends early at the end-of-sentence
+    token.
 
     Runs on the run's own mesh and layout. Ids that the tokenizer does not have are never sampled.
     """

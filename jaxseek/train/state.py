@@ -1,4 +1,6 @@
-"""What a training run consists of: the program (everything fixed) and the state (everything that changes)."""
+"""What a training run consists of: the program (everything fixed) and the state (everything that
+changes).
+"""
 
 import dataclasses
 from typing import Any
@@ -24,6 +26,10 @@ from jaxseek.run_config import RunConfig
 _BIAS_PATH = (MOE_STACK, "mlp", "gate", "e_score_correction_bias")
 
 
+# An Array in the state itself; a layout, shape or sharding in a `Program`'s pictures of it.
+Leaf = Any
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainState:
@@ -33,14 +39,15 @@ class TrainState:
         step: int32 scalar, optimizer steps taken, skipped ones included.
         updates: int32 scalar, steps whose update was applied; the learning rate goes by it.
         params: float32 master weights, without the router bias.
-        router_bias: float32 [L, E] (`e_score_correction_bias` of the MoE layers) or `None`; moved by load, not by gradient.
+        router_bias: float32 [L, E] (`e_score_correction_bias` of the MoE layers) or `None`; moved
+            by load, not by gradient.
         opt_state: optax state; its moments are split like the parameters.
     """
 
-    step: Array
-    updates: Array
+    step: Leaf
+    updates: Leaf
     params: Params
-    router_bias: Array | None
+    router_bias: Leaf | None
     opt_state: optax.OptState
 
 
@@ -93,7 +100,9 @@ class Program:
     def logical_shapes(self) -> TrainState:
         """`ShapeDtypeStruct` of every array in the shape that checkpoints know."""
         return jax.tree.map(
-            lambda leaf, x: jax.ShapeDtypeStruct(leaf.logical, x.dtype), self.state_layout, self.abstract_state
+            lambda leaf, x: jax.ShapeDtypeStruct(leaf.logical, x.dtype),
+            self.state_layout,
+            self.abstract_state,
         )
 
     @property
@@ -102,7 +111,9 @@ class Program:
         return NamedSharding(self.mesh, PartitionSpec(None, self.parallel.data_axis))
 
     def gather(self, part: str, params: Params) -> Params:
-        """The parameters of one part of the model (or one layer of a stack), whole and in the compute dtype."""
+        """The parameters of one part of the model (or one layer of a stack), whole and in the
+        compute dtype.
+        """
         layout = attach_bias(self.layout, self.bias_layout)[part]
         return _gather_tree(params, layout, self)
 
@@ -121,10 +132,7 @@ def make_program(run: RunConfig, mesh: Mesh) -> Program:
     specs, _ = detach_bias(all_specs)
     layout, bias_layout = detach_bias(all_layout)
     optimizer = make_adamw(run.optim, specs)
-    scalar = LeafLayout(
-        logical=(), stored=(), partition=PartitionSpec(), zero_dim=None, zero_axes=(), model_axes=(),
-        keeps_float32=False,
-    )  # fmt: skip
+    scalar = LeafLayout.replicated(())
     params, bias = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.stored, jnp.float32), (layout, bias_layout)
     )
@@ -133,10 +141,12 @@ def make_program(run: RunConfig, mesh: Mesh) -> Program:
         optimizer, lambda _, leaf: leaf, opt_state, layout, transform_non_params=lambda _: scalar
     )
     count = jax.ShapeDtypeStruct((), jnp.int32)
-    abstract = TrainState(step=count, updates=count, params=params, router_bias=bias, opt_state=opt_state)
+    abstract = TrainState(
+        step=count, updates=count, params=params, router_bias=bias, opt_state=opt_state
+    )
     state_layout = TrainState(
         step=scalar, updates=scalar, params=layout, router_bias=bias_layout, opt_state=opt_layout
-    )  # pyright: ignore[reportArgumentType]  (leaves are layouts here)
+    )
     return Program(
         run=run,
         mesh=mesh,
@@ -160,7 +170,11 @@ def init_state(program: Program) -> TrainState:
     """The state before the first step, every array made where it is stored."""
     run = program.run
     params = layouts.init_params(
-        program.specs, program.layout, mesh=program.mesh, seed=run.seed, std=run.model.initializer_range
+        program.specs,
+        program.layout,
+        mesh=program.mesh,
+        seed=run.seed,
+        std=run.model.initializer_range,
     )
     return state_from_params(program, params, router_bias=None)
 
@@ -173,7 +187,12 @@ def state_from_params(program: Program, params: Params, *, router_bias: Array | 
         bias = router_bias
         if bias is None and program.bias_layout is not None:
             bias = jnp.zeros(program.bias_layout.stored, jnp.float32)
-        return bias, program.optimizer.init(params), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+        return (
+            bias,
+            program.optimizer.init(params),
+            jnp.zeros((), jnp.int32),
+            jnp.zeros((), jnp.int32),
+        )
 
     out = (shardings.router_bias, shardings.opt_state, shardings.step, shardings.updates)
     bias, opt_state, step, updates = jax.jit(rest, out_shardings=out)(params)
@@ -187,7 +206,9 @@ def state_from_params(program: Program, params: Params, *, router_bias: Array | 
 def logical_params(program: Program, state: TrainState) -> Params:
     """All parameters in logical shape as numpy arrays on the host, router bias included."""
     params = jax.tree.map(
-        lambda x, leaf: np.asarray(x)[tuple(slice(n) for n in leaf.logical)], state.params, program.layout
+        lambda x, leaf: np.asarray(x)[tuple(slice(n) for n in leaf.logical)],
+        state.params,
+        program.layout,
     )
     bias = None if state.router_bias is None else np.asarray(state.router_bias)
     return attach_bias(params, bias)
@@ -195,7 +216,11 @@ def logical_params(program: Program, state: TrainState) -> Params:
 
 def attach_bias(tree: Params, bias: Any) -> Params:
     """`tree` with the router bias at its place in the model; unchanged where there is none."""
-    return tree if bias is None else _edit(tree, _BIAS_PATH, lambda gate: {**gate, _BIAS_PATH[-1]: bias})
+    return (
+        tree
+        if bias is None
+        else _edit(tree, _BIAS_PATH, lambda gate: {**gate, _BIAS_PATH[-1]: bias})
+    )
 
 
 def detach_bias(tree: Params) -> tuple[Params, Any]:
@@ -205,11 +230,13 @@ def detach_bias(tree: Params) -> tuple[Params, Any]:
         if key not in node:
             return tree, None
         node = node[key]
-    return _edit(tree, _BIAS_PATH, lambda gate: {k: v for k, v in gate.items() if k != _BIAS_PATH[-1]}), node
+    return _edit(
+        tree, _BIAS_PATH, lambda gate: {k: v for k, v in gate.items() if k != _BIAS_PATH[-1]}
+    ), node
 
 
 def _edit(tree: Params, path: tuple[str, ...], change: Any) -> Params:
-    """A copy of nested dicts with `change` applied to the dict that holds the last key of `path`."""
+    """A copy of nested dicts, `change` applied to the dict that holds the last key of `path`."""
     if len(path) == 1:
         return change(tree)
     return {**tree, path[0]: _edit(tree[path[0]], path[1:], change)}
@@ -218,5 +245,7 @@ def _edit(tree: Params, path: tuple[str, ...], change: Any) -> Params:
 def _gather_tree(params: Params, layout: Any, program: Program) -> Params:
     wire = program.parallel.wire_dtype
     return jax.tree.map(
-        lambda x, leaf: layouts.gather(x, leaf, dtype=program.compute_dtype, wire_dtype=wire), params, layout
+        lambda x, leaf: layouts.gather(x, leaf, dtype=program.compute_dtype, wire_dtype=wire),
+        params,
+        layout,
     )

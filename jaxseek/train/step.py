@@ -1,9 +1,12 @@
 """The compiled programs of a run: one optimizer step, one evaluation, the next token's logits.
 
-Each is a `jax.jit` around one `jax.shard_map`, manual over all mesh axes. Where its collectives stand:
+Each is a `jax.jit` around one `jax.shard_map`, manual over all mesh axes. Where its collectives
+stand:
 
-* ZeRO 3: a layer's weights are gathered inside the scanned layer (again in the backward pass), gradients come back scattered;
-* ZeRO 1 and 2: all weights are gathered once a step; gradients are scattered once a step (1) or per micro-batch (2);
+* ZeRO 3: a layer's weights are gathered inside the scanned layer (again in the backward pass),
+  gradients come back scattered;
+* ZeRO 1 and 2: all weights are gathered once a step; gradients are scattered once a step (1) or per
+  micro-batch (2);
 * ZeRO 0: weights lie whole, gradients are all-reduced once a step;
 * tensor axis: `ops.collectives` in each sublayer, the embedding and the loss;
 * scalars (loss, token count, gradient norm) and expert counts: one small sum each.
@@ -25,16 +28,18 @@ from jaxseek.model import Execution, Inputs, Params
 from jaxseek.ops.collectives import vary_like
 from jaxseek.ops.cross_entropy import IGNORE_LABEL
 from jaxseek.optim.adamw import global_norm
-from jaxseek.train.state import Program, TrainState, attach_bias
+from jaxseek.train.state import Leaf, Program, TrainState, attach_bias
 
 
 class StepBatch(NamedTuple):
-    """The rows of one optimizer step, int32 [accumulation, batch, T] each, the batch split over the data axis."""
+    """The rows of one optimizer step, int32 [accumulation, batch, T] each, the batch split over the
+    data axis.
+    """
 
-    tokens: Array
-    labels: Array
-    segment_ids: Array
-    positions: Array
+    tokens: Leaf
+    labels: Leaf
+    segment_ids: Leaf
+    positions: Leaf
 
 
 class StepMetrics(NamedTuple):
@@ -44,8 +49,10 @@ class StepMetrics(NamedTuple):
         loss: mean cross-entropy in nats over the `tokens` that have a label.
         balance: mean balance loss per sequence, summed over layers, before alpha.
         grad_norm: before clipping.
-        applied: whether the update was applied; it is skipped where loss or gradient are not finite.
-        load: largest expert load over the mean load, largest of all layers; 1 is even, 0 without experts.
+        applied: whether the update was applied; it is skipped where loss or gradient are not
+            finite.
+        load: largest expert load over the mean load, largest of all layers; 1 is even, 0 without
+            experts.
     """
 
     loss: Array
@@ -64,7 +71,9 @@ class EvalSums(NamedTuple):
     tokens: Array
 
 
-def make_train_step(program: Program) -> Callable[[TrainState, StepBatch], tuple[TrainState, StepMetrics]]:
+def make_train_step(
+    program: Program,
+) -> Callable[[TrainState, StepBatch], tuple[TrainState, StepMetrics]]:
     """The jitted optimizer step; the state it is given is donated."""
     state_specs = _partitions(program)
     batch_spec = program.batch_sharding.spec
@@ -95,7 +104,9 @@ def make_eval_step(program: Program) -> Callable[[TrainState, StepBatch], EvalSu
 
 
 def make_logits(program: Program) -> Callable[[TrainState, Array, Array], Array]:
-    """Jitted `(state, tokens [B, T], index) -> float32 [B, V]`: the logits after position `index`, equal on all devices."""
+    """Jitted `(state, tokens [B, T], index) -> float32 [B, V]`: the logits after position `index`,
+    equal on all devices.
+    """
     body = jax.shard_map(
         functools.partial(_logits, program=program),
         mesh=program.mesh,
@@ -117,7 +128,9 @@ def _train_step(state: TrainState, batch: StepBatch, *, program: Program):
     bias, load = _balance(state.router_bias, stats, program=program)
     changed = (params, opt_state, bias)
     kept = (state.params, state.opt_state, state.router_bias)
-    params, opt_state, bias = jax.tree.map(lambda new, old: jnp.where(applied, new, old), changed, kept)
+    params, opt_state, bias = jax.tree.map(
+        lambda new, old: jnp.where(applied, new, old), changed, kept
+    )
     state = TrainState(
         step=state.step + 1,
         updates=state.updates + applied.astype(jnp.int32),
@@ -132,9 +145,11 @@ def _train_step(state: TrainState, batch: StepBatch, *, program: Program):
 
 
 def _gradients(state: TrainState, batch: StepBatch, *, program: Program, tokens: Array):
-    """Gradient of the step's loss, stored like the parameters, and (loss sum, router statistics) of this device.
+    """Gradient of the step's loss, stored like the parameters, and (loss sum, router statistics) of
+    this device.
 
-    The loss is the sum of token losses over the tokens of the whole step, plus alpha times the mean balance loss per sequence.
+    The loss is the sum of token losses over the tokens of the whole step, plus alpha times the mean
+    balance loss per sequence.
     """
     alpha = _balance_alpha(program)
     sequences = _sequences(batch, program)
@@ -160,7 +175,9 @@ def _gradients(state: TrainState, batch: StepBatch, *, program: Program, tokens:
     else:
         weights, pull = jax.vjp(program.gather_all, state.params)
         bias = _gathered_bias(state, program)
-        scatter = lambda grads: pull(jax.tree.map(lambda g, w: g.astype(w.dtype), grads, weights))[0]  # noqa: E731
+
+        def scatter(grads):
+            return pull(jax.tree.map(lambda g, w: g.astype(w.dtype), grads, weights))[0]
 
     def micro_step(micro: StepBatch):
         grads, sums = jax.grad(loss, has_aux=True)(weights, micro)
@@ -200,7 +217,9 @@ def _update(state: TrainState, grads: Params, *, norm: Array, rate: Array, progr
 
 
 def _balance(bias: Array | None, stats: RouterStats | None, *, program: Program):
-    """The next router bias (V3: up by gamma where an expert got less than the mean, down where more) and the largest load."""
+    """The next router bias (V3: up by gamma where an expert got less than the mean, down where
+    more) and the largest load.
+    """
     if stats is None:
         return None, jnp.zeros((), jnp.float32)
     counts = _sum_over_data(stats.counts, program)
@@ -245,13 +264,19 @@ def _forward(state: TrainState, program: Program) -> tuple[Any, Execution]:
     if program.zero == 3:
         weights, bias, gather = state.params, state.router_bias, program.gather
     else:
-        weights, bias, gather = program.gather_all(state.params), _gathered_bias(state, program), None
+        weights, bias, gather = (
+            program.gather_all(state.params),
+            _gathered_bias(state, program),
+            None,
+        )
     execution = Execution(parallel=program.parallel, gather=gather)
     return nnx.merge(program.graphdef, attach_bias(weights, bias)), execution
 
 
 def _balance_alpha(program: Program) -> float:
-    """Weight of the balance loss: the run's, else the model's own (V2), or 1e-4 where a router bias does the main work (V3)."""
+    """Weight of the balance loss: the run's, else the model's own (V2), or 1e-4 where a router bias
+    does the main work (V3).
+    """
     config, alpha = program.run.model, program.run.router.balance_alpha
     if alpha is not None:
         return alpha

@@ -29,7 +29,8 @@ def prepare_text(run: RunConfig) -> TrainingText:
     """Read, split and encode the run's source; cached, so the second run starts at once.
 
     Raises:
-        UserError: for a source that cannot be read or is too small, and a tokenizer that does not belong to the model.
+        UserError: for a source that cannot be read or is too small, and a tokenizer that does not
+            belong to the model.
     """
     corpus = load_corpus(run.data.source)
     split = split_by_name(corpus.documents, validation_fraction=run.data.validation_fraction)
@@ -40,8 +41,10 @@ def prepare_text(run: RunConfig) -> TrainingText:
         tokenizer = load_tokenizer(run.data.tokenizer)
     if tokenizer.vocab_size > vocab_size:
         raise UserError(
-            f"data.tokenizer {run.data.tokenizer} has ids up to {tokenizer.vocab_size - 1}, but model.vocab_size is "
-            f"{vocab_size}: give the model's own tokenizer, or a model of at least {tokenizer.vocab_size}."
+            f"data.tokenizer {run.data.tokenizer} has ids up to {tokenizer.vocab_size - 1}, but "
+            "model.vocab_size is "
+            f"{vocab_size}: give the model's own tokenizer, or a model of at least "
+            f"{tokenizer.vocab_size}."
         )
     validation = validation_batches(
         cached_token_stream(split.validation, tokenizer=tokenizer),

@@ -3,9 +3,10 @@ from pathlib import Path
 
 import pytest
 
-from jaxseek.data.cache import atomic_write, cache_dir, digest, documents_digest
+from jaxseek.data.cache import atomic_write, digest, documents_digest
 from jaxseek.data.documents import Document
 from jaxseek.errors import UserError
+from jaxseek.paths import cache_dir
 
 
 def test_cache_folder_is_the_configured_one_or_in_the_home(monkeypatch, tmp_path):

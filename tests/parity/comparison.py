@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -19,51 +18,60 @@ from jaxseek.model import Execution, Inputs, Transformer, split
 from jaxseek.ops.cross_entropy import IGNORE_LABEL
 from tests.parity.oracle import Oracle
 
-import os, json
-OPTS=json.loads(os.environ.get("OPTS","{}"))
 LOGITS_TOLERANCE = 1e-4  # largest difference, in standard deviations of the logits
 GRADIENT_TOLERANCE = 1e-3  # norm of the difference, in norms of the gradient
 LAYER_TOLERANCE = 1e-5  # largest difference, in standard deviations of the output
 
+# Tiny models: compiling them takes a hundred times as long as running them.
+COMPILE_QUICKLY = {"xla_backend_optimization_level": 0}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-    """What jaxseek computes of what an `Oracle` holds; gradients are in the nested dict of jaxseek."""
+    """What jaxseek computes of what an `Oracle` holds; `gradients` are nested as parameters are."""
 
     logits: np.ndarray
     loss: float
     expert_ids: list[np.ndarray]
-    gradients: dict[str, Any]
+    gradients: dict[str, Any] | None
 
 
-def run(reference: Oracle, *, config: ModelConfig | None = None, params: Any = None) -> Result:
+def run(
+    reference: Oracle,
+    *,
+    config: ModelConfig | None = None,
+    params: Any = None,
+    gradients: bool = True,
+) -> Result:
     """The model of `reference` in jaxseek, with another config or other parameters where given."""
     config = config or reference.config
     params = params or params_from_hf(reference.config, reference.tensors)
+    graphdef, _ = split(config)
     tokens = reference.tokens
+    positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
     labels = np.full_like(tokens, IGNORE_LABEL)
     labels[:, :-1] = tokens[:, 1:]
-    graphdef, _ = split(config)
 
-    def loss(params):
+    def loss(params, inputs, labels):
         model = nnx.merge(graphdef, params)
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-        inputs = Inputs(jnp.asarray(tokens), positions, None)
         with _recorded(Transformer, "hidden") as hidden:
-            total, stats = model.loss_sum(inputs, jnp.asarray(labels), execution=Execution())
+            total, stats = model.loss_sum(inputs, labels, execution=Execution())
         logits = model.logits(hidden[0][0], execution=Execution())
-        return total / labels[:, 1:].size, (logits, None if stats is None else stats.counts)
+        mean = total / (tokens.shape[0] * (tokens.shape[1] - 1))
+        return mean, (logits, [] if stats is None else stats.counts)
 
-    # Scanned layers report only how often each expert was chosen; here, the choices themselves.
+    step = jax.value_and_grad(loss, has_aux=True) if gradients else loss
+    step = jax.jit(step, compiler_options=COMPILE_QUICKLY)
+    # Layers report how often each expert was chosen; here, instead, what each token chose.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(moe, "expert_counts", lambda expert_ids, num_experts: expert_ids)
-        step = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=OPTS)
-        (mean, (logits, ids)), gradients = step(params)
+        results = step(params, Inputs(tokens, positions, None), labels)
+    (mean, (logits, ids)), grads = results if gradients else (results, None)
     return Result(
         logits=np.asarray(logits),
         loss=float(mean),
-        expert_ids=[] if ids is None else list(np.asarray(ids)),
-        gradients=jax.tree.map(np.asarray, gradients),
+        expert_ids=[np.asarray(layer) for layer in ids],
+        gradients=jax.tree.map(np.asarray, grads),
     )
 
 

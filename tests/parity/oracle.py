@@ -8,6 +8,7 @@ number. Positions go beyond `original_max_position_embeddings`.
 import dataclasses
 import functools
 import json
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -87,11 +88,10 @@ _LLAMA3 = _rope(
 )
 _QWEN3_YARN = _rope("yarn", 1e6, factor=4.0, original_max_position_embeddings=ORIGINAL_LENGTH)
 
-# Family -> model type and the arguments of its config class.
-_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+# Name -> model type and the arguments of its config class.
+_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", _DENSE | {"num_key_value_heads": 4} | _rope()),
     "coder": ("llama", _DENSE | _rope("linear", 1e5, factor=4.0)),
-    "coder-mqa": ("llama", _DENSE | {"num_key_value_heads": 1} | _rope("linear", 1e5, factor=4.0)),
     "llama-distill": ("llama", _DENSE | {"rms_norm_eps": 1e-5} | _LLAMA3),
     "qwen2-distill": ("qwen2", _DENSE | {"use_sliding_window": False} | _rope()),
     "qwen3-distill": ("qwen3", _DENSE | {"head_dim": 32} | _QWEN3_YARN),
@@ -109,7 +109,6 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         | _rope(),
     ),
     "v2-lite": ("deepseek_v2", _LITE | _yarn(0.707, 0.707)),
-    "v2-lite-unequal-mscale": ("deepseek_v2", _LITE | _yarn(1.0, 0.5)),
     "v2": (
         "deepseek_v2",
         _V2
@@ -123,10 +122,16 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         | _yarn(0.707, 0.707),
     ),
     "v3": ("deepseek_v3", _V3 | {"rope_interleave": True} | _yarn(1.0, 1.0)),
-    "v3-half-split-rope": ("deepseek_v3", _V3 | {"rope_interleave": False} | _yarn(1.0, 1.0)),
 }
-FAMILIES = tuple(_CONFIGS)
-MOE_FAMILIES = tuple(name for name, (_, given) in _CONFIGS.items() if "n_routed_experts" in given)
+_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "coder-mqa": ("llama", _DENSE | {"num_key_value_heads": 1} | _rope("linear", 1e5, factor=4.0)),
+    "v2-lite-unequal-mscale": ("deepseek_v2", _LITE | _yarn(1.0, 0.5)),
+    "v3-half-split-rope": ("deepseek_v3", _V3 | {"rope_interleave": False} | _yarn(1.0, 1.0)),
+    "v3-negative-biases": ("deepseek_v3", _V3 | _yarn(1.0, 1.0)),
+}
+_MODELS = _FAMILIES | _VARIANTS
+FAMILIES, VARIANTS = tuple(_FAMILIES), tuple(_VARIANTS)
+MOE_MODELS = tuple(name for name, (_, given) in _MODELS.items() if "n_routed_experts" in given)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,7 +170,7 @@ class Oracle:
 
 
 class _Moe16B(torch.nn.Module):
-    """DeepSeek-MoE-16B's stand-in: the only class of transformers that has its arithmetic lacks a head."""
+    """MoE-16B's stand-in: the only class of transformers with its arithmetic, and a head to it."""
 
     def __init__(self, config: DeepseekOcr2TextConfig):
         super().__init__()
@@ -178,19 +183,17 @@ class _Moe16B(torch.nn.Module):
 
 
 @functools.cache
-def oracle(family: str) -> Oracle:
-    """The reference of a family, computed once per process."""
-    model_type, arguments = _CONFIGS[family]
-    model, config = _build(model_type, arguments)
-    _randomise(model)
+def oracle(name: str) -> Oracle:
+    """The reference of a family or variant, computed once per process."""
+    model, config = build(name)
     tokens = np.random.default_rng(1).integers(0, config.vocab_size, (BATCH, LENGTH))
     attention, moe, expert_ids = [], [], []
-    for name, module in model.named_modules():
-        if name.endswith(".self_attn"):
+    for path, module in model.named_modules():
+        if path.endswith(".self_attn"):
             module.register_forward_hook(_recorder(attention), with_kwargs=True)
-        elif name.endswith(".mlp.gate"):
+        elif path.endswith(".mlp.gate"):
             module.register_forward_hook(lambda *call: expert_ids.append(call[-1][2].numpy()))
-        elif name.endswith(".mlp") and hasattr(module, "gate"):
+        elif path.endswith(".mlp") and hasattr(module, "gate"):
             module.register_forward_hook(_recorder(moe), with_kwargs=True)
     logits = model(torch.from_numpy(tokens)).logits
     labels = torch.from_numpy(tokens)[:, 1:].reshape(-1)
@@ -209,43 +212,47 @@ def oracle(family: str) -> Oracle:
     )
 
 
-def _build(model_type: str, arguments: dict[str, Any]) -> tuple[torch.nn.Module, ModelConfig]:
-    if model_type == "deepseek_ocr2_text":
+def build(name: str) -> tuple[torch.nn.Module, ModelConfig]:
+    """A model of transformers with random weights, and our config of its `config.json`."""
+    model_type, arguments = _MODELS[name]
+    stand_in = model_type == "deepseek_ocr2_text"
+    if stand_in:
         config = DeepseekOcr2TextConfig(**arguments)
     else:
         config = transformers.AutoConfig.for_model(model_type, **arguments)
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
     saved = json.loads(config.to_json_string())
-    if model_type == "deepseek_ocr2_text":
+    if stand_in:
         dense = saved.pop("mlp_layer_types").count("dense")
         saved |= {"model_type": "deepseek", "first_k_dense_replace": dense}
-        return _Moe16B(config), model_config_from_hf(saved)
-    model = transformers.AutoModelForCausalLM.from_config(config)
+        model = _Moe16B(config)
+    else:
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    _randomise(model, bias_mean=-1.0 if name == "v3-negative-biases" else 0.0)
     return model, model_config_from_hf(saved)
 
 
-def _randomise(model: torch.nn.Module) -> None:
+def _randomise(model: torch.nn.Module, *, bias_mean: float) -> None:
     generator = torch.Generator().manual_seed(0)
     for name, tensor in model.state_dict().items():
         noise = torch.randn(tensor.shape, generator=generator)
         if name.endswith("e_score_correction_bias"):
-            value = 0.1 * noise
+            tensor.copy_(bias_mean + 0.1 * noise)
         elif name.endswith(".bias"):
-            value = 0.5 * noise
+            tensor.copy_(0.5 * noise)
         elif tensor.ndim == 1:
-            value = 1.0 + 0.1 * noise
+            tensor.copy_(1.0 + 0.1 * noise)
         else:
-            value = 0.15 * noise
-        tensor.copy_(value)
+            tensor.copy_(0.15 * noise)
 
 
-def _recorder(records: list[Sublayer]):
+def _recorder(records: list[Sublayer]) -> Callable[..., None]:
+    """A forward hook that keeps what goes in and out."""
+
     def record(module, args, kwargs, output):
         inputs = args[0] if args else kwargs["hidden_states"]
         outputs = output[0] if isinstance(output, tuple) else output
-        records.append(
-            Sublayer(inputs=inputs.detach().numpy(), outputs=outputs.detach().numpy())
-        )
+        records.append(Sublayer(inputs=inputs.detach().numpy(), outputs=outputs.detach().numpy()))
 
     return record

@@ -154,6 +154,11 @@ class ModelConfig:
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
+    def value_head_dim(self) -> int:
+        """Size of a value head."""
+        return _present(self.v_head_dim) if self.is_mla else self.attention_head_dim
+
+    @property
     def rope_dim(self) -> int:
         """How many dims of a head are rotated."""
         return _present(self.qk_rope_head_dim) if self.is_mla else self.attention_head_dim

@@ -34,11 +34,8 @@ def model_flops_per_token(config: ModelConfig, specs: dict, *, seq_len: int) -> 
             spec.role == "embedding" and config.tie_word_embeddings
         ):
             weights += spec.size * (active if _is_expert(path, spec) else 1.0)
-    value_dim = (
-        config.v_head_dim if config.is_mla and config.v_head_dim else config.attention_head_dim
-    )
     heads = config.num_hidden_layers * config.num_attention_heads
-    return 6 * weights + 3 * seq_len * heads * (config.attention_head_dim + value_dim)
+    return 6 * weights + 3 * seq_len * heads * (config.attention_head_dim + config.value_head_dim)
 
 
 def peak_flops(device: Device) -> float | None:

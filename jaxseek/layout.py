@@ -18,7 +18,6 @@ both directions, and Adam keeps it zero.
 
 import dataclasses
 import math
-import zlib
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -226,27 +225,6 @@ def _without_padding(x: Array, leaf: LeafLayout) -> Array:
     start = jax.lax.axis_index(TENSOR_AXIS) * x.shape[dim]
     index = start + jax.lax.broadcasted_iota(jnp.int32, x.shape, dim)
     return jnp.where(index < leaf.logical[leaf.tensor_dim], x, 0)
-
-
-def init_params(specs: Any, layout: Any, *, mesh: Mesh, seed: int, std: float) -> Any:
-    """Initial parameters (float32), each sharded as `layout` says; the values depend on seed and
-    path, never on the mesh.
-
-    Matrices are normal with standard deviation `std`, norm scales one, biases zero.
-    """
-
-    def make(path, spec: ParamSpec, leaf: LeafLayout) -> Array:
-        if spec.role == "norm":
-            return leaf.pad(jnp.ones(spec.shape, jnp.float32))
-        if spec.role in ("bias", "router_bias"):
-            return jnp.zeros(leaf.stored, jnp.float32)
-        key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(path_name(path).encode()))
-        return leaf.pad(std * jax.random.normal(key, spec.shape, jnp.float32))
-
-    def init():
-        return jax.tree_util.tree_map_with_path(make, specs, layout)
-
-    return jax.jit(init, out_shardings=shardings(layout, mesh))()
 
 
 def check_layout(arrays: Any, layout: Any, *, mesh: Mesh) -> None:

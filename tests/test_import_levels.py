@@ -8,7 +8,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LEVELS = {
-    **dict.fromkeys(("__init__", "errors", "paths", "compilation_cache", "mesh", "layout"), 0),
+    **dict.fromkeys(
+        ("__init__", "errors", "paths", "compilation_cache", "mesh", "layout", "initialize"), 0
+    ),
     **dict.fromkeys(
         ("config", "run_config", "presets", "schema", "yaml_file", "run_file", "cli"), 0
     ),

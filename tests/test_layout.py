@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxseek import layout as layouts
 from jaxseek import model
+from jaxseek.initialize import init_params
 from jaxseek.layout import LeafLayout, ParamSpec, plan_layout, tensor_dims
 from jaxseek.mesh import DATA_AXIS, TENSOR_AXIS, MeshShape, make_mesh
 from tests.tiny import TINY
@@ -157,7 +158,7 @@ def initial(family: str, mesh: str):
     """Initial parameters, their layout and the mesh."""
     shape = MeshShape.parse(mesh)
     layout, devices = plan(family, shape, 3), make_mesh(shape)
-    params = layouts.init_params(specs_of(family), layout, mesh=devices, seed=7, std=0.1)
+    params = init_params(specs_of(family), layout, mesh=devices, seed=7, std=0.1)
     return params, layout, devices
 
 

@@ -11,6 +11,7 @@ from flax import nnx
 
 from jaxseek import layout as layouts
 from jaxseek import model
+from jaxseek.initialize import init_params
 from jaxseek.layout import ParamSpec
 from jaxseek.mesh import MeshShape, make_mesh
 from jaxseek.model import Execution, Inputs, parameter_count
@@ -67,7 +68,7 @@ def logits_of(config, inputs: Inputs) -> np.ndarray:
     return np.asarray(compiled_logits(config)(with_weights(config)[1], inputs))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "v2", "v3"])
+@pytest.mark.parametrize("family", ["qwen3", "v3"])
 def test_a_position_depends_on_itself_and_what_comes_before_and_on_nothing_else(family):
     """By gradients with respect to the embeddings of distinct tokens."""
     config = TINY[family]
@@ -130,7 +131,7 @@ def loss_and_gradients(config, remat):
             total, stats = merged.loss_sum(
                 inputs_of(tokens), tokens, execution=Execution(remat=remat)
             )
-            return total + (0 if stats is None else stats.balance.sum()), stats
+            return total + stats.balance.sum(), stats
 
         return jax.value_and_grad(loss, has_aux=True)(params)
 
@@ -138,15 +139,13 @@ def loss_and_gradients(config, remat):
     return loss, stats, layouts.flatten_paths(grads)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "v3"])
-def test_remat_changes_neither_loss_nor_gradients_nor_counts(family):
-    config = TINY[family]
-    loss, stats, grads = loss_and_gradients(config, "none")
+def test_remat_changes_neither_loss_nor_gradients_nor_counts():
+    """V3's two stacks hold every kind of sublayer."""
+    loss, stats, grads = loss_and_gradients(TINY["v3"], "none")
     for remat in ("selective", "full"):
-        other_loss, other_stats, other_grads = loss_and_gradients(config, remat)
+        other_loss, other_stats, other_grads = loss_and_gradients(TINY["v3"], remat)
         assert float(other_loss) == pytest.approx(float(loss), rel=1e-6)
-        if stats is not None:
-            np.testing.assert_array_equal(other_stats.counts, stats.counts)
+        np.testing.assert_array_equal(other_stats.counts, stats.counts)
         for path, grad in grads.items():
             error = np.abs(other_grads[path] - grad).max()
             assert error <= 1e-6 * np.abs(grad).max() + 1e-9, f"{path}, {remat}"
@@ -177,7 +176,7 @@ def test_the_program_does_not_grow_with_depth(family):
 
 
 def test_remat_saves_memory_in_the_order_of_its_names():
-    deep = dataclasses.replace(TINY["qwen3"], num_hidden_layers=16)
+    deep = dataclasses.replace(TINY["coder"], num_hidden_layers=16)
     memory = [
         lowered_gradient(deep, remat).compile().memory_analysis().temp_size_in_bytes
         for remat in ("full", "selective", "none")
@@ -195,7 +194,7 @@ def test_parameter_count_is_the_number_of_values_that_are_made(family):
     shape = MeshShape.parse("1x1")
     specs = model.split(config)[1]
     layout = layouts.plan_layout(specs, config=config, shape=shape, zero=0)
-    make = functools.partial(layouts.init_params, specs, layout, mesh=make_mesh(shape), std=0.1)
+    make = functools.partial(init_params, specs, layout, mesh=make_mesh(shape), std=0.1)
     arrays = jax.eval_shape(lambda: make(seed=0))
     assert sum(x.size for x in jax.tree.leaves(arrays)) == parameter_count(config)
 

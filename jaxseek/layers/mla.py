@@ -22,14 +22,9 @@ class LatentAttention(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig):
-        assert (
-            config.kv_lora_rank
-            and config.qk_nope_head_dim
-            and config.qk_rope_head_dim
-            and config.v_head_dim
-        )
+        assert config.kv_lora_rank and config.qk_nope_head_dim and config.qk_rope_head_dim
         model, heads, rank = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
-        head, value = config.attention_head_dim, config.v_head_dim
+        head, value = config.attention_head_dim, config.value_head_dim
         self.nope, self.rank = config.qk_nope_head_dim, rank
         self.pairing: Pairing = "interleaved" if config.rope_interleave else "half"
         if config.q_lora_rank is None:

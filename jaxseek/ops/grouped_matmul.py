@@ -115,11 +115,11 @@ def block_counts(group_sizes: Array, num_rows: int) -> dict[int, Array]:
         num_rows: M; no block is larger.
 
     Returns:
-        {rows of the block: counts, shaped like `group_sizes`}, in the order in which a group's
-        rows are covered: largest blocks first.
+        {rows of the block: counts, shaped like `group_sizes`}. The largest comes first, because the
+        last block of a group is the one that may be partly empty.
     """
-    smaller = [size for size in _BLOCK_ROWS if size < num_rows]
     largest = min(_BLOCK_ROWS[-1], num_rows)
+    smaller = [size for size in _BLOCK_ROWS if size < largest]
     counts = {largest: group_sizes // largest}
     rest = group_sizes % largest
     covered = 0

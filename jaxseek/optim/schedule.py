@@ -28,7 +28,7 @@ def learning_rate_schedule(optim: OptimConfig, *, steps: int) -> optax.Schedule:
         case "multi_step":
             drops: dict[int, float] = {}
             for at in optim.multi_step_at:  # both may fall on one update of a short run
-                update = int(at * steps) - first
+                update = round(at * steps) - first
                 drops[update] = drops.get(update, 1.0) * MULTI_STEP_FACTOR
             main = optax.piecewise_constant_schedule(peak, drops)
     if warmup <= 1:

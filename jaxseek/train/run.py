@@ -15,6 +15,7 @@ from jaxseek.flops import model_flops_per_token, peak_flops
 from jaxseek.layout import check_layout
 from jaxseek.mesh import make_mesh
 from jaxseek.model import parameter_count
+from jaxseek.ops.attention import choose_implementation
 from jaxseek.paths import cache_dir
 from jaxseek.run_config import RunConfig
 from jaxseek.train.cli import Invocation
@@ -182,6 +183,15 @@ def _say_devices(program: Program, console: Console) -> None:
         f"mesh {run.mesh} (data x tensor), ZeRO {program.zero}, {run.dtype}; "
         f"{run.sequences_per_step} sequences of {run.seq_len} tokens per step"
     )
+    kernel = choose_implementation(
+        length=run.seq_len,
+        head_dim=run.model.attention_head_dim,
+        value_dim=run.model.value_head_dim,
+        dtype=program.compute_dtype,
+        packed=True,
+        platform=device.platform,
+    )
+    console.print(f"attention: {kernel}")
 
 
 def _print_sample(

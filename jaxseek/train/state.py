@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxseek import layout as layouts
 from jaxseek import model
+from jaxseek.initialize import init_params
 from jaxseek.layout import LeafLayout
 from jaxseek.mesh import DATA_AXIS, TENSOR_AXIS, MeshShape
 from jaxseek.model import MOE_STACK, Params
@@ -169,7 +170,7 @@ def make_program(run: RunConfig, mesh: Mesh) -> Program:
 def init_state(program: Program) -> TrainState:
     """The state before the first step, every array made where it is stored."""
     run = program.run
-    params = layouts.init_params(
+    params = init_params(
         program.specs,
         program.layout,
         mesh=program.mesh,

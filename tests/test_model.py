@@ -11,10 +11,8 @@ from flax import nnx
 
 from jaxseek import layout as layouts
 from jaxseek import model
-from jaxseek.initialize import init_params
 from jaxseek.layout import ParamSpec
-from jaxseek.mesh import MeshShape, make_mesh
-from jaxseek.model import Execution, Inputs, parameter_count
+from jaxseek.model import Execution, Inputs
 from tests.tiny import TINY
 
 LENGTH = 9
@@ -186,17 +184,6 @@ def test_remat_saves_memory_in_the_order_of_its_names():
 
 def leaves_of(config) -> dict[str, ParamSpec]:
     return layouts.flatten_paths(model.split(config)[1])
-
-
-@pytest.mark.parametrize("family", TINY)
-def test_parameter_count_is_the_number_of_values_that_are_made(family):
-    config = TINY[family]
-    shape = MeshShape.parse("1x1")
-    specs = model.split(config)[1]
-    layout = layouts.plan_layout(specs, config=config, shape=shape, zero=0)
-    make = functools.partial(init_params, specs, layout, mesh=make_mesh(shape), std=0.1)
-    arrays = jax.eval_shape(lambda: make(seed=0))
-    assert sum(x.size for x in jax.tree.leaves(arrays)) == parameter_count(config)
 
 
 def test_stacks_hold_the_layers_of_their_kind_and_an_empty_one_is_not_there():

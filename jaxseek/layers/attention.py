@@ -19,18 +19,15 @@ class Attention(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig):
-        model, head = config.hidden_size, config.attention_head_dim
-        kv = {"embed": model, "kv_heads": config.num_key_value_heads, "head_dim": head}
+        head = config.attention_head_dim
         group = config.num_attention_heads // config.num_key_value_heads
-        q = {"embed": model, "kv_heads": kv["kv_heads"], "q_per_kv": group, "head_dim": head}
-        o = {"kv_heads": kv["kv_heads"], "q_per_kv": group, "head_dim": head, "embed": model}
-        bias = config.has_qkv_bias
-        self.q_proj = Linear(
-            "btd,dkgh->btkgh", q, outputs=("kv_heads", "q_per_kv", "head_dim"), bias=bias
-        )
-        self.k_proj = Linear("btd,dkh->btkh", kv, outputs=("kv_heads", "head_dim"), bias=bias)
-        self.v_proj = Linear("btd,dkh->btkh", kv, outputs=("kv_heads", "head_dim"), bias=bias)
-        self.o_proj = Linear("btkgh,kghd->btd", o)
+        model = {"embed": config.hidden_size}
+        kv = {"kv_heads": config.num_key_value_heads, "head_dim": head}
+        heads = {"kv_heads": config.num_key_value_heads, "q_per_kv": group, "head_dim": head}
+        self.q_proj = Linear(model, heads, bias=config.has_qkv_bias)
+        self.k_proj = Linear(model, kv, bias=config.has_qkv_bias)
+        self.v_proj = Linear(model, kv, bias=config.has_qkv_bias)
+        self.o_proj = Linear(heads, model)
         norm = config.has_qk_norm
         self.q_norm = RMSNorm(head, eps=config.rms_norm_eps, dim="head_dim") if norm else None
         self.k_norm = RMSNorm(head, eps=config.rms_norm_eps, dim="head_dim") if norm else None

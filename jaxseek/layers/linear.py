@@ -5,12 +5,15 @@ each dim and a role. The layout reads these declarations; arrays of any local si
 `nnx.merge`, and the code reads sizes off the arrays.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
 from jaxseek.layout import ParamSpec, Role
+from jaxseek.ops.linear import linear
 from jaxseek.ops.norm import rms_norm
 
 
@@ -22,29 +25,24 @@ def declare(shape: tuple[int, ...], dims: tuple[str, ...], *, role: Role) -> nnx
 
 
 class Linear(nnx.Module):
-    """A contraction of `x` with a kernel by an einsum equation, plus a bias over the output dims
-    where asked for.
+    """A product with a kernel that may have several input and output dims, plus a bias if asked for.
+
+    Args of the constructor: names and sizes of the dims that are summed over (the last ones of the
+    input) and of those that the output has instead; the kernel is [*inputs, *outputs].
     """
 
-    def __init__(
-        self,
-        equation: str,
-        dims: dict[str, int],
-        *,
-        outputs: tuple[str, ...] = (),
-        bias: bool = False,
-        role: Role = "matrix",
-    ):
-        """`dims` names and sizes the kernel's dims in order; `outputs` are those of them that the
-        bias has.
-        """
-        self.equation = equation
-        self.kernel = declare(tuple(dims.values()), tuple(dims), role=role)
-        self.bias = declare(tuple(dims[n] for n in outputs), outputs, role="bias") if bias else None
+    def __init__(self, inputs: dict[str, int], outputs: dict[str, int], *, bias: bool = False):
+        shape = (*inputs.values(), *outputs.values())
+        self.num_inputs = len(inputs)
+        self.kernel = declare(shape, (*inputs, *outputs), role="matrix")
+        self.bias = declare(tuple(outputs.values()), tuple(outputs), role="bias") if bias else None
 
     def __call__(self, x: Array) -> Array:
-        kernel = self.kernel[...]
-        y = jnp.einsum(self.equation, x, kernel.astype(x.dtype))
+        """[..., *inputs] to [..., *outputs] in the dtype of `x`."""
+        kernel = self.kernel[...].astype(x.dtype)
+        kept, outputs = x.shape[: -self.num_inputs], kernel.shape[self.num_inputs :]
+        size = math.prod(kernel.shape[: self.num_inputs])
+        y = linear(x.reshape(-1, size), kernel.reshape(size, -1)).reshape(*kept, *outputs)
         return y if self.bias is None else y + self.bias[...].astype(y.dtype)
 
 

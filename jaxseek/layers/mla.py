@@ -23,29 +23,24 @@ class LatentAttention(nnx.Module):
 
     def __init__(self, config: ModelConfig):
         assert config.kv_lora_rank and config.qk_nope_head_dim and config.qk_rope_head_dim
-        model, heads, rank = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
-        head, value = config.attention_head_dim, config.value_head_dim
+        rank, value = config.kv_lora_rank, config.value_head_dim
         self.nope, self.rank = config.qk_nope_head_dim, rank
         self.pairing: Pairing = "interleaved" if config.rope_interleave else "half"
+        model = {"embed": config.hidden_size}
+        q = {"heads": config.num_attention_heads, "head_dim": config.attention_head_dim}
         if config.q_lora_rank is None:
-            self.q_proj = Linear(
-                "btd,dnh->btnh", {"embed": model, "heads": heads, "head_dim": head}
-            )
+            self.q_proj = Linear(model, q)
         else:
-            q_rank = config.q_lora_rank
-            self.q_a_proj = Linear("btd,dq->btq", {"embed": model, "q_rank": q_rank})
-            self.q_a_layernorm = RMSNorm(q_rank, eps=_LATENT_EPS, dim="q_rank")
-            self.q_b_proj = Linear(
-                "btq,qnh->btnh", {"q_rank": q_rank, "heads": heads, "head_dim": head}
-            )
-        latent = rank + config.qk_rope_head_dim
-        self.kv_a_proj_with_mqa = Linear(
-            "btd,dr->btr", {"embed": model, "kv_rank_and_rope": latent}
-        )
+            q_rank = {"q_rank": config.q_lora_rank}
+            self.q_a_proj = Linear(model, q_rank)
+            self.q_a_layernorm = RMSNorm(config.q_lora_rank, eps=_LATENT_EPS, dim="q_rank")
+            self.q_b_proj = Linear(q_rank, q)
+        latent = {"kv_rank_and_rope": rank + config.qk_rope_head_dim}
+        self.kv_a_proj_with_mqa = Linear(model, latent)
         self.kv_a_layernorm = RMSNorm(rank, eps=_LATENT_EPS, dim="kv_rank")
-        up = {"kv_rank": rank, "heads": heads, "nope_and_value": self.nope + value}
-        self.kv_b_proj = Linear("btr,rnh->btnh", up)
-        self.o_proj = Linear("btnv,nvd->btd", {"heads": heads, "value_dim": value, "embed": model})
+        kv = {"heads": config.num_attention_heads, "nope_and_value": self.nope + value}
+        self.kv_b_proj = Linear({"kv_rank": rank}, kv)
+        self.o_proj = Linear({"heads": config.num_attention_heads, "value_dim": value}, model)
         self.scale = softmax_scale(config)
         self.has_q_rank = config.q_lora_rank is not None
 

@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any, TextIO
@@ -51,10 +52,14 @@ class RunFolder:
 
     @classmethod
     def resume(cls, run: RunConfig, *, path: Path, step: int) -> "RunFolder":
-        """The folder of a run that goes on after `step`; later lines of its metrics are dropped, so
-        no step stands twice.
+        """The folder of a run that goes on after `step`. Lines of its metrics that will be written
+        again, those of later steps and the validation at `step`, are dropped: none stands twice.
         """
-        lines = [line for line in read_metrics(path) if line["step"] <= step]
+        lines = [
+            line
+            for line in read_metrics(path)
+            if line["step"] < step or (line["step"] == step and "loss" in line)
+        ]
         replacement = path / f".{METRICS_FILE}.new"
         replacement.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
         os.replace(replacement, path / METRICS_FILE)
@@ -62,8 +67,14 @@ class RunFolder:
         return cls(path=path, metrics=(path / METRICS_FILE).open("a", encoding="utf-8"))
 
     def log(self, line: dict[str, Any]) -> None:
-        """Append one line to `metrics.jsonl`."""
-        self.metrics.write(json.dumps(line) + "\n")
+        """Append one line to `metrics.jsonl`; values that are not finite, which JSON cannot hold,
+        become null.
+        """
+        line = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in line.items()
+        }
+        self.metrics.write(json.dumps(line, allow_nan=False) + "\n")
         self.metrics.flush()
 
     def plot(self) -> None:

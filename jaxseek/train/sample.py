@@ -27,7 +27,7 @@ def sample_text(
 
     Runs on the run's own mesh and layout. Ids that the tokenizer does not have are never sampled.
     """
-    ids = [tokenizer.bos_id, *tokenizer.encode(prompt)]
+    ids = [tokenizer.bos_id, *tokenizer.encode(prompt)][: program.run.seq_len]
     window = min(len(ids) + num_tokens, program.run.seq_len)
     next_logits = make_logits(program)
     tokens = np.zeros((1, window), np.int32)

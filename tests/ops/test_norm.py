@@ -20,12 +20,18 @@ def test_equals_the_formula_in_float64(eps):
     np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
 
-def test_statistics_of_bfloat16_are_float32():
-    """A bfloat16 sum of ones stops at 256."""
+def test_bfloat16_is_rounded_once_behind_float32_statistics():
+    x = jnp.bfloat16(3 * random(20, 64))
+    y = rms_norm(x, jnp.ones(64, jnp.bfloat16), eps=1e-6)
+    x = np.asarray(x, np.float64)
+    expected = jnp.bfloat16(x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6))
+    assert (y == expected).mean() > 0.99  # the rest lies on the border of two
+
+
+def test_a_long_bfloat16_row_is_not_summed_in_bfloat16():
+    """Such a sum of ones stops at 256."""
     ones = jnp.ones((1, 4096), jnp.bfloat16)
-    y = rms_norm(ones, ones[0], eps=0.0)
-    assert y.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(y.astype(jnp.float32), 1.0)
+    np.testing.assert_array_equal(rms_norm(ones, ones[0], eps=0.0).astype(jnp.float32), 1.0)
 
 
 def test_a_float32_scale_leaves_the_dtype_of_the_activation():

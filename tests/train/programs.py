@@ -18,7 +18,8 @@ from tests.tiny import TINY
 
 BATCH, LENGTH = 12, 16
 ALPHA, GAMMA = 0.01, 0.02
-PLAIN = OptimConfig(learning_rate=1e-2, warmup_steps=0, schedule="constant")
+BALANCE = RouterConfig(balance_alpha=ALPHA, bias_update_speed=GAMMA)
+OPTIM = OptimConfig(learning_rate=1e-2, warmup_steps=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,8 +57,8 @@ class Stepper:
 def stepper(
     model: str | ModelConfig,
     *,
-    optim: OptimConfig = PLAIN,
-    router: RouterConfig = RouterConfig(balance_alpha=ALPHA, bias_update_speed=GAMMA),
+    optim: OptimConfig = OPTIM,
+    router: RouterConfig = BALANCE,
     **run: Any,
 ) -> Stepper:
     """A tiny model, by its name in `TINY` or its config, in float32 on one device unless `run` says

@@ -55,7 +55,9 @@ def write_text(folder: Path, *, files: int = 8) -> Path:
         lines = []
         for _ in range(12):
             a, b, c = rng.choice(names, 3)
-            lines.append(f"def {a}_{b}(x, y):\n    {c} = x * {rng.integers(100)} + y\n    return {c}\n")
+            lines.append(
+                f"def {a}_{b}(x, y):\n    {c} = x * {rng.integers(100)} + y\n    return {c}\n"
+            )
         suffix = "py" if number % 2 else "txt"
         (folder / f"file{number}.{suffix}").write_text("\n".join(lines), encoding="utf-8")
     return folder

@@ -9,7 +9,17 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LEVELS = {
     **dict.fromkeys(
-        ("__init__", "errors", "paths", "compilation_cache", "mesh", "layout", "initialize"), 0
+        (
+            "__init__",
+            "errors",
+            "paths",
+            "compilation_cache",
+            "mesh",
+            "layout",
+            "initialize",
+            "host_memory",
+        ),
+        0,
     ),
     **dict.fromkeys(
         ("config", "run_config", "presets", "schema", "yaml_file", "run_file", "cli"), 0

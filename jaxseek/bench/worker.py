@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from jaxseek.config import ModelConfig
+from jaxseek.host_memory import use_huge_pages
 from jaxseek.presets import load_preset
 
 
@@ -27,6 +28,7 @@ def main() -> None:
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, shape).astype(np.int32)
     started = time.perf_counter()
     if arguments.engine == "jaxseek":
+        use_huge_pages()  # as jaxseek.train does
         step = _jaxseek_step(config, tokens)
     else:
         from jaxseek.bench.pytorch_reference import make_step
@@ -45,6 +47,7 @@ def main() -> None:
 
 def _jaxseek_step(config: ModelConfig, tokens: np.ndarray) -> Callable[[], float]:
     """jaxseek's own train step on one device, float32, without rematerialisation."""
+
     import jax
 
     from jaxseek.mesh import make_mesh

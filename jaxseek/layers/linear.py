@@ -25,7 +25,7 @@ def declare(shape: tuple[int, ...], dims: tuple[str, ...], *, role: Role) -> nnx
 
 
 class Linear(nnx.Module):
-    """A product with a kernel that may have several input and output dims, plus a bias if asked for.
+    """A product with a kernel of one or more input and output dims, plus a bias if asked for.
 
     Args of the constructor: names and sizes of the dims that are summed over (the last ones of the
     input) and of those that the output has instead; the kernel is [*inputs, *outputs].

@@ -3,6 +3,7 @@
 import sys
 
 from jaxseek.cli import run_main
+from jaxseek.host_memory import use_huge_pages
 from jaxseek.mesh import emulate_devices
 from jaxseek.train.cli import parse_arguments
 
@@ -17,4 +18,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    use_huge_pages()
     sys.exit(run_main(main, program="jaxseek.train"))

@@ -15,7 +15,7 @@ from jaxseek.config import ModelConfig
 from jaxseek.layers.linear import declare
 from jaxseek.layers.mlp import MLP
 from jaxseek.ops.collectives import Parallel
-from jaxseek.ops.dispatch import combine, dispatch, plan_dispatch
+from jaxseek.ops.dispatch import combine, dispatch, dispatch_weights, plan_dispatch
 from jaxseek.ops.grouped_matmul import expert_mlp
 from jaxseek.ops.router import balance_loss, expert_counts, route
 
@@ -73,14 +73,14 @@ class Experts(nnx.Module):
         self.up_proj = declare((experts, model, ffn), up, role="matrix")
         self.down_proj = declare((experts, ffn, model), down, role="matrix")
 
-    def __call__(self, rows: Array, group_sizes: Array) -> Array:
-        """Rows [M A, D] sorted by expert, of which the first sum(group_sizes) are real, to [M A,
-        D].
+    def __call__(self, rows: Array, weights: Array, group_sizes: Array) -> Array:
+        """Rows [M A, D] sorted by expert, of which the first sum(group_sizes) are real, and their
+        weights [M A] to [M A, D].
         """
         gate, up, down = (
             w[...].astype(rows.dtype) for w in (self.gate_proj, self.up_proj, self.down_proj)
         )
-        return expert_mlp(rows, gate, up, down, group_sizes)
+        return expert_mlp(rows, gate, up, down, group_sizes, row_weights=weights)
 
 
 class MoE(nnx.Module):
@@ -104,8 +104,9 @@ class MoE(nnx.Module):
         routing = route(logits, bias, config=self.config)
         local = self.experts.gate_proj[...].shape[0]
         plan = plan_dispatch(routing.expert_ids, first=parallel.tensor_index() * local, count=local)
-        outputs = self.experts(dispatch(rows, plan), plan.group_sizes)
-        y = combine(outputs, routing.weights.astype(x.dtype), plan).reshape(x.shape)
+        weights = dispatch_weights(routing.weights, plan)
+        outputs = self.experts(dispatch(rows, plan), weights, plan.group_sizes)
+        y = combine(outputs, plan).reshape(x.shape)
         if self.shared_experts is not None:
             y = y + self.shared_experts(x)
         balance = balance_loss(routing, batch=x.shape[0], config=self.config)

@@ -1,5 +1,5 @@
 """Tokens to the rows of their experts and back, by permutations whose gradients are permutations
-too (no scatter).
+too: `dispatch` and `combine` are each other's transpose, and nothing scatters.
 
 Letters: M tokens, D model, A active experts per token, E experts of this device.
 """
@@ -15,15 +15,20 @@ class DispatchPlan(NamedTuple):
     """Where each of the M A (token, choice) pairs goes.
 
     Attributes:
-        order: int32 [M A], the pair that stands in each row; rows are sorted by expert, other
-            devices' pairs come last.
-        inverse: int32 [M A], the row of each pair.
+        order: int32 [M A], the pair (token * A + choice) that stands in each row; rows are sorted
+            by expert, other devices' pairs come last.
+        inverse: int32 [M, A], the row of each pair.
         group_sizes: int32 [E], rows of each local expert.
     """
 
     order: Array
     inverse: Array
     group_sizes: Array
+
+    @property
+    def token(self) -> Array:
+        """int32 [M A], the token of each row."""
+        return self.order // self.inverse.shape[1]
 
 
 def plan_dispatch(expert_ids: Array, *, first: Array | int, count: int) -> DispatchPlan:
@@ -33,7 +38,7 @@ def plan_dispatch(expert_ids: Array, *, first: Array | int, count: int) -> Dispa
     local = expert_ids.reshape(-1) - first
     local = jnp.where((local >= 0) & (local < count), local, count)
     order = jnp.argsort(local, stable=True).astype(jnp.int32)
-    inverse = jnp.argsort(order).astype(jnp.int32)
+    inverse = jnp.argsort(order).astype(jnp.int32).reshape(expert_ids.shape)
     group_sizes = (local[:, None] == jnp.arange(count)).sum(axis=0, dtype=jnp.int32)
     return DispatchPlan(order, inverse, group_sizes)
 
@@ -41,37 +46,26 @@ def plan_dispatch(expert_ids: Array, *, first: Array | int, count: int) -> Dispa
 @jax.custom_vjp
 def dispatch(x: Array, plan: DispatchPlan) -> Array:
     """x [M, D] to one row for each (token, choice), [M A, D] in the order of the plan."""
-    active = plan.order.shape[0] // x.shape[0]
-    return x[plan.order // active]
-
-
-def _dispatch_forward(x, plan):
-    return dispatch(x, plan), (plan, x.shape[0])
-
-
-def _dispatch_backward(residuals, g):
-    plan, tokens = residuals
-    g = g[plan.inverse].reshape(tokens, -1, g.shape[-1])
-    return g.astype(jnp.float32).sum(axis=1).astype(g.dtype), None
-
-
-dispatch.defvjp(_dispatch_forward, _dispatch_backward)
+    return x[plan.token]
 
 
 @jax.custom_vjp
-def _unsort(rows: Array, plan: DispatchPlan) -> Array:
-    return rows[plan.inverse]
+def combine(rows: Array, plan: DispatchPlan) -> Array:
+    """Sum of each token's rows, in float32: [M A, D] to [M, D] in the dtype of `rows`."""
+    return rows[plan.inverse].astype(jnp.float32).sum(axis=1).astype(rows.dtype)
 
 
-_unsort.defvjp(
-    lambda rows, plan: (rows[plan.inverse], plan),
-    lambda plan, g: (g[plan.order], None),
+@jax.custom_vjp
+def dispatch_weights(weights: Array, plan: DispatchPlan) -> Array:
+    """weights [M, A] to the weight of each row, [M A] in the order of the plan."""
+    return weights.reshape(-1)[plan.order]
+
+
+dispatch.defvjp(lambda x, plan: (dispatch(x, plan), plan), lambda plan, g: (combine(g, plan), None))
+combine.defvjp(
+    lambda rows, plan: (combine(rows, plan), plan), lambda plan, g: (dispatch(g, plan), None)
 )
-
-
-def combine(rows: Array, weights: Array, plan: DispatchPlan) -> Array:
-    """Weighted sum of each token's expert outputs: rows [M A, D] (zero where not local), weights
-    [M, A] to [M, D].
-    """
-    pairs = _unsort(rows, plan).reshape(*weights.shape, rows.shape[-1])
-    return jnp.einsum("mad,ma->md", pairs, weights)
+dispatch_weights.defvjp(
+    lambda weights, plan: (dispatch_weights(weights, plan), plan),
+    lambda plan, g: (g[plan.inverse], None),
+)

@@ -22,6 +22,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jaxseek.ops.collectives import vary_like
+from jaxseek.ops.swiglu import swiglu
 
 Implementation = Literal["auto", "loop", "ragged_dot"]
 
@@ -76,9 +77,13 @@ def expert_mlp(
     down_w: Array,
     group_sizes: Array,
     *,
+    row_weights: Array | None = None,
     implementation: Implementation = "auto",
 ) -> Array:
-    """The experts of a MoE layer: down(silu(gate x) * up x), each row through its own expert.
+    """The experts of a MoE layer: w down(silu(gate x) * up x), each row through its own expert.
+
+    The weight w of a row multiplies the F hidden values and not the D outputs: the same number, and
+    less to keep for the backward pass.
 
     Source: DeepSeekMoE (arXiv:2401.06066, section 3); `DeepseekV3NaiveMoe` in transformers.
 
@@ -88,6 +93,7 @@ def expert_mlp(
         up_w: [E, D, F].
         down_w: [E, F, D].
         group_sizes: [E] int32 rows of each expert, as in `grouped_matmul`.
+        row_weights: [M] float32; None is a weight of one.
         implementation: as in `grouped_matmul`.
 
     Returns:
@@ -98,13 +104,17 @@ def expert_mlp(
     """
     assert gate_w.shape == up_w.shape and down_w.shape == (*gate_w.shape[:1], *gate_w.shape[:0:-1])
     assert x.shape[1] == gate_w.shape[1] and group_sizes.shape == gate_w.shape[:1]
-    if _resolve(implementation) == "ragged_dot":
-        gate = grouped_matmul(x, gate_w, group_sizes, implementation="ragged_dot")
-        up = grouped_matmul(x, up_w, group_sizes, implementation="ragged_dot")
-        return grouped_matmul(_swiglu(gate, up), down_w, group_sizes, implementation="ragged_dot")
-    x, gate_w, up_w, down_w, group_sizes = _same_axes(x, gate_w, up_w, down_w, group_sizes)
-    gate_up = _matmul_loop(x, (gate_w, up_w), group_sizes)
-    return _matmul_loop(_swiglu(*jnp.split(gate_up, 2, axis=1)), (down_w,), group_sizes)
+    implementation = _resolve(implementation)
+    if implementation == "ragged_dot":
+        gate = grouped_matmul(x, gate_w, group_sizes, implementation=implementation)
+        up = grouped_matmul(x, up_w, group_sizes, implementation=implementation)
+    else:
+        x, gate_w, up_w, group_sizes = _same_axes(x, gate_w, up_w, group_sizes)
+        gate, up = jnp.split(_matmul_loop(x, (gate_w, up_w), group_sizes), 2, axis=1)
+    hidden = swiglu(gate, up)
+    if row_weights is not None:
+        hidden = (hidden * row_weights[:, None]).astype(x.dtype)
+    return grouped_matmul(hidden, down_w, group_sizes, implementation=implementation)
 
 
 def block_counts(group_sizes: Array, num_rows: int) -> dict[int, Array]:
@@ -136,10 +146,6 @@ def _resolve(implementation: Implementation) -> Implementation:
     if implementation not in ("loop", "ragged_dot"):
         raise ValueError(f"implementation {implementation!r} is not auto, loop or ragged_dot")
     return implementation
-
-
-def _swiglu(gate: Array, up: Array) -> Array:
-    return (jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(gate.dtype)
 
 
 def _same_axes(*values: Array) -> list[Array]:

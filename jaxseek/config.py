@@ -228,6 +228,11 @@ class ModelConfig:
         for name in ("num_experts_per_tok", "moe_intermediate_size"):
             if not getattr(self, name):
                 raise UserError(f"{name} is needed where n_routed_experts is given.")
+        if not self.seq_aux:
+            raise UserError(
+                "seq_aux must be true: the balance loss is taken over each sequence, as in every "
+                "released model; over a whole micro-batch it would depend on the mesh."
+            )
         experts, active = _present(self.n_routed_experts), _present(self.num_experts_per_tok)
         if active > experts:
             raise UserError(

@@ -2,7 +2,7 @@
 arXiv:2204.02311 appendix B).
 """
 
-from jax import Device
+from typing import Any
 
 from jaxseek.config import ModelConfig
 from jaxseek.layout import ParamSpec, flatten_paths
@@ -38,8 +38,8 @@ def model_flops_per_token(config: ModelConfig, specs: dict, *, seq_len: int) -> 
     return 6 * weights + 3 * seq_len * heads * (config.attention_head_dim + config.value_head_dim)
 
 
-def peak_flops(device: Device) -> float | None:
-    """Peak dense bf16 FLOP/s of a device, or `None` where it is not known (always on CPU)."""
+def peak_flops(device: Any) -> float | None:
+    """Peak dense bf16 FLOP/s of a `jax.Device`, or `None` where it is not known (always on CPU)."""
     kind = device.device_kind
     return next((tflops * 1e12 for name, tflops in _PEAK_TFLOPS.items() if name in kind), None)
 

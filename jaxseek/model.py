@@ -180,7 +180,10 @@ def split(config: ModelConfig) -> tuple[nnx.GraphDef, Params]:
     the stacked parameters.
     """
     graphdef, state = nnx.split(Transformer(config))
-    layers = {DENSE_STACK: config.num_dense_layers, MOE_STACK: config.num_moe_layers}
+    layers: dict[Any, int] = {
+        DENSE_STACK: config.num_dense_layers,
+        MOE_STACK: config.num_moe_layers,
+    }
     specs = {}
     for path, variable in nnx.to_flat_state(state):
         spec: ParamSpec = variable.get_metadata()["spec"]

@@ -191,7 +191,7 @@ class RunConfig:
     mesh: str = "1x1"
     zero: Literal[0, 1, 2, 3] | None = None
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    steps: int = 100
+    steps: int = 150
     batch: int | None = None
     batch_tokens: int | None = None
     accumulation: int = 1

@@ -104,6 +104,7 @@ def test_later_model_types_are_refused_by_name(model_type):
         ({"model_type": "deepseek"}, "n_routed_experts is needed by model_type 'deepseek'"),
         ({"n_routed_experts": 8}, "num_experts_per_tok is needed where n_routed_experts"),
         (EXPERTS | {"num_experts_per_tok": 17}, "num_experts_per_tok 17 is larger than"),
+        (EXPERTS | {"seq_aux": False}, "seq_aux must be true"),
     ],
 )
 def test_impossible_dense_or_moe_shapes_are_refused_by_key(fields, message):

@@ -32,7 +32,7 @@ def cross_entropy_sum(
         labels: int32 [M], in [0, vocab_size) or `IGNORE_LABEL`.
         vocab_size: logical size; columns beyond it are padding and take no part.
     """
-    return _loss(hidden, kernel, labels, vocab_size, parallel)  # pyright: ignore[reportCallIssue]
+    return _loss(hidden, kernel, labels, vocab_size, parallel)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -40,7 +40,8 @@ def _loss(hidden, kernel, labels, vocab_size, parallel):
     kernel = kernel.astype(hidden.dtype)
 
     def body(total, chunk):
-        loss, _ = _chunk_loss(*chunk, kernel, vocab_size=vocab_size, parallel=parallel)
+        x, y = chunk
+        loss, _ = _chunk_loss(x, y, kernel, vocab_size=vocab_size, parallel=parallel)
         return total + loss, None
 
     chunks = _chunks(hidden, kernel, labels)

@@ -49,12 +49,24 @@ def route(logits: Array, bias: Array | None, *, config: ModelConfig) -> Routing:
     _, expert_ids = jax.lax.top_k(choice, config.num_experts_per_tok)
     weights = jnp.take_along_axis(scores, expert_ids, axis=-1)
     if config.norm_topk_prob and config.num_experts_per_tok > 1:
-        weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
+        weights = _normalised(weights)
         if (
             config.scoring_func == "softmax"
         ):  # DeepSeek-V2 either normalises or scales, V3 does both
             return Routing(expert_ids, weights, scores)
     return Routing(expert_ids, weights * config.routed_scaling_factor, scores)
+
+
+def _normalised(scores: Array) -> Array:
+    """`scores / (sum + 1e-20)` along the last dim, as HF has it.
+
+    Divided by their largest first: the square of a sum of tiny sigmoid scores, by which the
+    gradient divides, would underflow to 0 and the gradient be NaN.
+    """
+    largest = jnp.maximum(scores.max(axis=-1, keepdims=True), 1e-20)
+    largest = jax.lax.stop_gradient(largest)  # it cancels out of the value
+    scaled = scores / largest
+    return scaled / (scaled.sum(axis=-1, keepdims=True) + 1e-20 / largest)
 
 
 def _limit_to_groups(choice: Array, *, config: ModelConfig) -> Array:
@@ -81,21 +93,17 @@ def balance_loss(routing: Routing, *, batch: int, config: ModelConfig) -> Array:
     expert-level loss).
 
     f_i = E / (A T) * how often expert i was chosen, P_i = mean score of expert i, for sigmoid
-    scores normalised over all experts first. With `seq_aux` each sequence counts for itself, else
-    the `batch` sequences are one, times `batch`.
+    scores normalised over all experts first.
 
     Returns: float32 scalar; to be divided by the number of sequences of the whole step and
         multiplied by alpha.
     """
     tokens, experts = routing.scores.shape
-    sequences = batch if config.seq_aux else 1
     scores = routing.scores
     if config.scoring_func == "sigmoid":
-        scores = scores / (scores.sum(axis=-1, keepdims=True) + 1e-20)
-    ids = routing.expert_ids.reshape(sequences, tokens // sequences, -1)
-    active = ids.shape[-1]
-    frequency = expert_counts(ids, num_experts=experts) * (
-        experts / (active * (tokens // sequences))
-    )
-    probability = scores.reshape(sequences, tokens // sequences, experts).mean(axis=1)
-    return (frequency * probability).sum() * (batch / sequences)
+        scores = _normalised(scores)
+    length = tokens // batch
+    ids = routing.expert_ids.reshape(batch, length, -1)
+    frequency = expert_counts(ids, num_experts=experts) * (experts / (ids.shape[-1] * length))
+    probability = scores.reshape(batch, length, experts).mean(axis=1)
+    return (frequency * probability).sum()

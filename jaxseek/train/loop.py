@@ -31,6 +31,7 @@ class Training:
 
     Attributes:
         step, evaluate: the compiled programs.
+        text_fingerprint: of what the loader reads; a resumed run must read the same.
         flops_per_token: of the model, forward and backward.
         peak_flops: of all devices together, or `None` where it is not known.
     """
@@ -40,6 +41,7 @@ class Training:
     evaluate: Callable[[TrainState, StepBatch], EvalSums]
     loader: Loader
     validation: ValidationSet
+    text_fingerprint: str
     folder: RunFolder
     store: CheckpointStore
     flops_per_token: float
@@ -51,7 +53,8 @@ def run_steps(training: Training, state: TrainState, *, console: Console) -> Tra
     checkpoint.
 
     Raises:
-        UserError: after `optim.max_bad_steps` steps in a row without a finite gradient.
+        UserError: after `optim.max_bad_steps` steps in a row without a finite gradient; the
+            checkpoint is saved all the same.
     """
     run = training.program.run
     first, last = int(state.step), run.stop_after or run.steps
@@ -63,17 +66,27 @@ def run_steps(training: Training, state: TrainState, *, console: Console) -> Tra
             )
             meter.read_previous()
             meter.dispatched(step, metrics)
-            if stopped.is_set():
+            if stopped.is_set() or meter.gave_up_at:
                 last = step
-            if step == last or _due(step, run.checkpoint.every):
+            saves, validates = _due(step, run.checkpoint.every), _due(step, run.eval.every)
+            if step == last or saves or validates:
                 meter.read_previous()
+            if meter.gave_up_at:
+                last = step
+            if step == last or saves:
                 save(training, state, step=step)
-            if step != last and _due(step, run.eval.every):
-                meter.read_previous()
-                evaluate(training, state, step=step)
-                meter.restart_clock()
             if step == last:
                 break
+            if validates:
+                evaluate(training, state, step=step)
+                meter.restart_clock()
+    if meter.gave_up_at:
+        raise UserError(
+            f"step {meter.gave_up_at}: {run.optim.max_bad_steps} steps in a row had no finite "
+            "gradient; all were skipped. Lower optim.learning_rate or look at the data of these "
+            f"steps, then go on from step {last}, which is saved, with --resume "
+            f"{training.folder.path}"
+        )
     if last < run.steps:
         console.print(
             f"stopped after step {last} of {run.steps}; go on with --resume {training.folder.path}"
@@ -83,10 +96,14 @@ def run_steps(training: Training, state: TrainState, *, console: Console) -> Tra
 
 def save(training: Training, state: TrainState, *, step: int) -> None:
     """Begin a checkpoint of everything the run needs to go on exactly: arrays, config, position in
-    the data.
+    the data and which data.
     """
     run = training.program.run
-    metadata = {"config": dump_config(run), "data": training.loader.state.to_dict()}
+    metadata = {
+        "config": dump_config(run),
+        "data": training.loader.state.to_dict(),
+        "text": training.text_fingerprint,
+    }
     training.store.save(
         step, state, logical_shapes=training.program.logical_shapes, metadata=metadata
     )
@@ -117,13 +134,18 @@ def device_batch(program: Program, batch: Batch) -> StepBatch:
 
 
 class _Meter:
-    """Reads the metrics of a step after the next one is dispatched, and writes them down."""
+    """Reads the metrics of a step after the next one is dispatched, and writes them down.
+
+    Attributes:
+        gave_up_at: the step with which `optim.max_bad_steps` in a row were bad, or `None`.
+    """
 
     def __init__(self, training: Training, progress: RunProgress):
         self._training = training
         self._progress = progress
         self._pending: tuple[int, StepMetrics] | None = None
         self._bad_steps = 0
+        self.gave_up_at: int | None = None
         self.restart_clock()
 
     def restart_clock(self) -> None:
@@ -150,7 +172,7 @@ class _Meter:
             tokens_per_second=line["tokens_per_second"],
             seconds=seconds,
         )
-        self._check(step, metrics)
+        self._count_bad(step, metrics)
 
     def _line(self, step: int, metrics: StepMetrics, seconds: float) -> dict[str, Any]:
         run, peak = self._training.program.run, self._training.peak_flops
@@ -169,16 +191,12 @@ class _Meter:
             "applied": bool(metrics.applied),
         }
 
-    def _check(self, step: int, metrics: StepMetrics) -> None:
+    def _count_bad(self, step: int, metrics: StepMetrics) -> None:
+        if metrics.tokens == 0:  # skipped too, but neither good nor bad
+            return
         self._bad_steps = 0 if metrics.applied else self._bad_steps + 1
-        limit = self._training.program.run.optim.max_bad_steps
-        if self._bad_steps >= limit:
-            raise UserError(
-                f"step {step}: {limit} steps in a row had no finite gradient; all were skipped, so "
-                "the state is that of "
-                f"step {step - limit}. Lower optim.learning_rate or look at the data of these "
-                "steps."
-            )
+        if self._bad_steps == self._training.program.run.optim.max_bad_steps:
+            self.gave_up_at = step
 
 
 @contextmanager

@@ -51,7 +51,7 @@ def train(invocation: Invocation) -> None:
     compilation_cache.enable(cache_dir() / "jax")
     path = (invocation.resume or invocation.out or default_path(run)).expanduser().absolute()
     with CheckpointStore(path / CHECKPOINTS, keep=run.checkpoint.keep) as store:
-        state, position = _begin(invocation, program, store, console)
+        state, position = _begin(invocation, program, text, store=store, console=console)
         with _loader(run, text, position) as loader:
             folder = _folder(invocation, text, path=path, step=int(state.step))
             training = _compile(
@@ -88,7 +88,12 @@ def _check_resume(invocation: Invocation) -> None:
 
 
 def _begin(
-    invocation: Invocation, program: Program, store: CheckpointStore, console: Console
+    invocation: Invocation,
+    program: Program,
+    text: TrainingText,
+    *,
+    store: CheckpointStore,
+    console: Console,
 ) -> tuple[TrainState, LoaderState]:
     """State and position in the data to begin with: fresh, or those of the newest complete
     checkpoint.
@@ -97,6 +102,7 @@ def _begin(
     if invocation.resume is None:
         return init_state(program), LoaderState(seed=run.seed)
     restored = store.restore(None, program.abstract_state, logical_shapes=program.logical_shapes)
+    _check_text(invocation, text, saved=restored.metadata["text"])
     changes = "".join(f", {key} {old} -> {new}" for key, (old, new) in invocation.changed.items())
     console.print(f"resuming after step {restored.step}{changes}")
     end = run.stop_after or run.steps
@@ -106,6 +112,16 @@ def _begin(
             "more --steps."
         )
     return restored.state, LoaderState.from_dict(restored.metadata["data"])
+
+
+def _check_text(invocation: Invocation, text: TrainingText, *, saved: str) -> None:
+    """Refuse to go on with another text: the position in the data would mean nothing in it."""
+    if text.fingerprint != saved:
+        raise UserError(
+            f"--resume {invocation.resume}: the training text or the tokenizer has changed since "
+            f"the checkpoint (fingerprint {saved[:12]}, now {text.fingerprint[:12]}). Put "
+            f"{invocation.run.data.source} and its tokenizer back as they were, or start a new run."
+        )
 
 
 def _loader(run: RunConfig, text: TrainingText, position: LoaderState) -> Loader:
@@ -164,6 +180,7 @@ def _compile(
         evaluate=make_eval_step(program),
         loader=loader,
         validation=text.validation,
+        text_fingerprint=text.fingerprint,
         folder=folder,
         store=store,
         flops_per_token=model_flops_per_token(run.model, program.specs, seq_len=run.seq_len),

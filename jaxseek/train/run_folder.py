@@ -107,6 +107,13 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def default_path(run: RunConfig) -> Path:
-    """A new folder under `runs/`, named by model type and time."""
+    """A new folder under `runs/`, named by model type and time; runs of the same second are
+    numbered from 2.
+    """
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    return Path("runs") / f"{run.model.model_type}-{stamp}"
+    first = path = Path("runs") / f"{run.model.model_type}-{stamp}"
+    number = 1
+    while path.exists():
+        number += 1
+        path = first.with_name(f"{first.name}-{number}")
+    return path

@@ -50,7 +50,7 @@ class StepMetrics(NamedTuple):
         balance: mean balance loss per sequence, summed over layers, before alpha.
         grad_norm: before clipping.
         applied: whether the update was applied; it is skipped where loss or gradient are not
-            finite.
+            finite, and where no token has a label: there is nothing but weight decay then.
         load: largest expert load over the mean load, largest of all layers; 1 is even, 0 without
             experts.
     """
@@ -122,7 +122,7 @@ def _train_step(state: TrainState, batch: StepBatch, *, program: Program):
     loss_sum, stats = sums
     loss = _sum_over_data(loss_sum, program) / jnp.maximum(tokens, 1)
     norm = global_norm(grads, program.layout)
-    applied = jnp.isfinite(norm) & jnp.isfinite(loss)
+    applied = (tokens > 0) & jnp.isfinite(norm) & jnp.isfinite(loss)
     rate = jnp.asarray(program.schedule(state.updates), jnp.float32)
     params, opt_state = _update(state, grads, norm=norm, rate=rate, program=program)
     bias, load = _balance(state.router_bias, stats, program=program)

@@ -1,7 +1,10 @@
 """From a run's `data` section to tokenizer, training loader and validation set."""
 
 import dataclasses
+import functools
+import zlib
 
+from jaxseek.data.cache import digest
 from jaxseek.data.documents import split_by_name
 from jaxseek.data.loader import ValidationSet, validation_batches
 from jaxseek.data.sources import load_corpus
@@ -23,6 +26,14 @@ class TrainingText:
     train: TokenStream
     validation: ValidationSet
     skipped: tuple[str, ...]
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Hex digest that changes with the tokenizer and with any token or document boundary of
+        the training stream.
+        """
+        checksums = (zlib.crc32(self.train.tokens.data), zlib.crc32(self.train.offsets.data))
+        return digest([self.tokenizer.fingerprint, *map(str, checksums)])
 
 
 def prepare_text(run: RunConfig) -> TrainingText:

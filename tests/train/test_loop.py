@@ -18,7 +18,14 @@ from tests.train.programs import LENGTH, stepper
 class Recorder:
     """A training whose every event is written down in order."""
 
-    def __init__(self, *, bad: tuple[int, ...] = (), optim: dict | None = None, **run):
+    def __init__(
+        self,
+        *,
+        bad: tuple[int, ...] = (),
+        empty: tuple[int, ...] = (),
+        optim: dict | None = None,
+        **run,
+    ):
         program = stepper("llama").program
         settings = program.run
         settings = dataclasses.replace(
@@ -26,13 +33,14 @@ class Recorder:
         )
         self.events: list[str] = []
         self.lines: list[dict] = []
-        self.bad = bad
+        self.bad, self.empty = bad, empty
         self.training = Training(
             program=dataclasses.replace(program, run=settings),
             step=self.step,
             evaluate=self.evaluate,
             loader=self,
             validation=SimpleNamespace(batches=[self.batch()]),
+            text_fingerprint="text",
             folder=SimpleNamespace(log=self.log, path="folder"),
             store=SimpleNamespace(save=self.save),
             flops_per_token=1.0,
@@ -51,8 +59,9 @@ class Recorder:
         number = state.step + 1
         self.events.append(f"dispatch {number}")
         one = np.float32(1)
-        applied = np.bool_(number not in self.bad)
-        metrics = StepMetrics(one, one, np.int32(5), one, one, applied, one)
+        applied = np.bool_(number not in self.bad + self.empty)
+        tokens = np.int32(0 if number in self.empty else 5)
+        metrics = StepMetrics(one, one, tokens, one, one, applied, one)
         return SimpleNamespace(step=number), metrics
 
     def evaluate(self, state, batch) -> EvalSums:
@@ -121,9 +130,34 @@ def test_steps_that_are_not_applied_are_logged_and_a_good_one_resets_the_count()
     assert [line["applied"] for line in recorder.lines] == [False, False, True] * 2
 
 
-def test_too_many_bad_steps_in_a_row_end_the_run_by_name_and_save_no_more():
-    recorder = Recorder(steps=9, bad=(3, 4, 5, 6, 7, 8, 9), optim={"max_bad_steps": 3})
-    with pytest.raises(UserError, match=r"step 5: 3 steps in a row .* state is that of step 2"):
+def test_steps_without_labels_are_neither_good_nor_bad():
+    recorder = Recorder(steps=6, bad=(1, 5), empty=(2, 3, 4), optim={"max_bad_steps": 3})
+    recorder.run()
+    assert len(recorder.lines) == 6
+    recorder = Recorder(steps=6, bad=(1, 3), empty=(2,), optim={"max_bad_steps": 2})
+    with pytest.raises(UserError, match="step 3: 2 steps in a row"):
         recorder.run()
-    assert not any(event.startswith("save") for event in recorder.events)
-    assert "dispatch 7" not in recorder.events
+
+
+def test_too_many_bad_steps_in_a_row_end_the_run_with_a_checkpoint_to_go_on_from():
+    """Step 6 runs already when step 5 is read; it may be a good one, and is in the checkpoint."""
+    for bad in ((3, 4, 5, 6, 7, 8, 9), (3, 4, 5)):
+        recorder = Recorder(steps=9, bad=bad, optim={"max_bad_steps": 3})
+        with pytest.raises(
+            UserError, match=r"step 5: 3 steps in a row .* from step 6, .* --resume folder"
+        ):
+            recorder.run()
+        assert recorder.events[-3:] == ["log 5", "log 6", "save 6"]
+
+
+def test_bad_steps_that_end_at_a_checkpoint_are_saved_once():
+    run = stepper("llama").program.run
+    recorder = Recorder(
+        steps=9,
+        bad=(3, 4),
+        optim={"max_bad_steps": 2},
+        checkpoint=dataclasses.replace(run.checkpoint, every=4),
+    )
+    with pytest.raises(UserError, match="from step 4"):
+        recorder.run()
+    assert recorder.events[-2:] == ["log 4", "save 4"]

@@ -154,6 +154,19 @@ def test_a_resume_that_would_be_another_run_is_refused_and_changes_nothing(words
     assert before == {path: path.read_bytes() for path in stopped.rglob("*") if path.is_file()}
 
 
+def test_a_resume_with_another_text_is_refused_and_changes_nothing(tmp_path):
+    base = make_base(tmp_path)
+    folder = base / "run"
+    run(*arguments(base, "--out", folder, "--stop-after", 1))
+    for file in (base / "text").iterdir():
+        text = file.read_text(encoding="utf-8")
+        file.write_text(text.replace("return", "yield"), encoding="utf-8")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(UserError, match=r"text or the tokenizer has changed .* [0-9a-f]{12}, now"):
+        run("--resume", folder)
+    assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def test_a_resumed_run_may_change_what_makes_it_no_other_run_and_says_so(halfway, capsys):
     run("--resume", halfway, "--optim.max_bad_steps", "4", "--stop-after", "5")
     assert "optim.max_bad_steps 10 -> 4" in capsys.readouterr().out.replace("\n", " ")

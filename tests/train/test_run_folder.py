@@ -1,7 +1,9 @@
 """`metrics.jsonl` stays readable: whole lines, plain JSON, no step twice."""
 
+import datetime
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,7 +11,8 @@ from jaxseek.errors import UserError
 from jaxseek.presets import load_preset
 from jaxseek.run_config import RunConfig
 from jaxseek.run_file import load_config
-from jaxseek.train.run_folder import RunFolder, read_metrics
+from jaxseek.train import run_folder
+from jaxseek.train.run_folder import RunFolder, default_path, read_metrics
 
 RUN = RunConfig(model=load_preset("small-v3"))
 
@@ -78,3 +81,16 @@ def test_a_folder_that_holds_something_is_refused_and_an_empty_one_is_taken(tmp_
     RunFolder.create(RUN, path=tmp_path / "empty").metrics.close()
     with pytest.raises(UserError, match="is not empty"):
         RunFolder.create(RUN, path=tmp_path / "empty")
+
+
+def test_runs_of_the_same_second_get_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    moment = datetime.datetime(2024, 12, 26, 8, 9, 10)
+    clock = SimpleNamespace(datetime=SimpleNamespace(now=lambda: moment))
+    monkeypatch.setattr(run_folder, "datetime", clock)
+    paths = []
+    for _ in range(3):
+        paths.append(default_path(RUN))
+        paths[-1].mkdir(parents=True)
+    stem = "deepseek_v3-20241226-080910"
+    assert [path.name for path in paths] == [stem, f"{stem}-2", f"{stem}-3"]

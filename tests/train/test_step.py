@@ -88,13 +88,17 @@ def test_the_learning_rate_counts_optimizer_steps_and_not_micro_batches():
     assert rates == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01])
 
 
-def test_a_batch_without_labels_has_zero_loss_and_exactly_zero_gradient():
+def test_a_batch_without_labels_has_zero_loss_and_is_skipped_with_its_weight_decay():
     one = clipped()
     tokens, labels = rows()
-    state, (metrics,) = one.run(one.init(), one.batch(tokens, np.full_like(labels, IGNORE_LABEL)))
+    state = one.init()
+    before = params_of(one, state)
+    state, (metrics,) = one.run(state, one.batch(tokens, np.full_like(labels, IGNORE_LABEL)))
     assert (int(metrics.tokens), float(metrics.loss), float(metrics.grad_norm)) == (0, 0.0, 0.0)
+    assert not metrics.applied and (int(state.step), int(state.updates)) == (1, 0)
     assert not any(m.any() for m in moments_of(one, state).values())
-    assert all(np.isfinite(p).all() for p in params_of(one, state).values())
+    for path, value in params_of(one, state).items():
+        np.testing.assert_array_equal(value, before[path], err_msg=path)
 
 
 def test_micro_batches_weigh_by_their_tokens_not_by_their_number():

@@ -170,7 +170,7 @@ def test_warmup_defaults_to_a_fifth_of_the_steps_and_at_most_2000(steps, warmup)
             "optim.warmup_steps 6 is more than steps 5; give at most 5, or leave it out.",
         ),
         ({"steps": 5, "stop_after": 6}, "stop_after 6 is not between 1 and steps 5."),
-        ({"stop_after": 0}, "stop_after 0 is not between 1 and steps 100."),
+        ({"stop_after": 0, "steps": 9}, "stop_after 0 is not between 1 and steps 9."),
         ({"batch": 0}, "batch must be at least 1, got 0."),
         ({"batch_tokens": 0}, "batch_tokens must be at least 1, got 0."),
         ({"steps": 0}, "steps must be at least 1, got 0."),

@@ -31,7 +31,7 @@ Remat = Literal["none", "selective", "full"]
 Params = dict[str, Any]
 DENSE_STACK, MOE_STACK = "dense_layers", "moe_layers"
 _WEIGHTS = "weights"  # name of gathered weights, which no policy saves
-_SAVED = ("attn_out", "attn_lse", "attn_proj", "mlp_out", "expert_rows")
+_SAVED = ("attn_out", "attn_lse", "attn_proj", "mlp_out")
 
 
 class Inputs(NamedTuple):

@@ -18,6 +18,7 @@ LEVELS = {
             "layout",
             "initialize",
             "host_memory",
+            "labels",
         ),
         0,
     ),

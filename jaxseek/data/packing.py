@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxseek.data.token_stream import TokenStream
+from jaxseek.labels import IGNORE_LABEL
 
-IGNORE_LABEL = -100
 PADDING_SEGMENT = 0
 
 

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxseek.labels import IGNORE_LABEL
 from jaxseek.ops.collectives import Parallel, vary_like
 
-IGNORE_LABEL = -100  # a position that is not predicted; torch's and HF's value
 _CHUNK_BYTES = 64 * 2**20  # float32 logits of one chunk
 
 

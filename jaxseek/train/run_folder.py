@@ -11,8 +11,9 @@ from typing import Any, TextIO
 from jaxseek.errors import UserError
 from jaxseek.run_config import RunConfig
 from jaxseek.run_file import dump_config
+from jaxseek.train.cli import CONFIG_FILE
 
-CONFIG_FILE, METRICS_FILE, PLOT_FILE = "config.yaml", "metrics.jsonl", "loss.png"
+METRICS_FILE, PLOT_FILE = "metrics.jsonl", "loss.png"
 CHECKPOINTS, TOKENIZER = "checkpoints", "tokenizer"
 
 

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec
 
 from jaxseek.layers.moe import RouterStats
 from jaxseek.model import Execution, Inputs, Params
-from jaxseek.ops.collectives import vary_like
+from jaxseek.ops.collectives import vary, vary_like
 from jaxseek.ops.cross_entropy import IGNORE_LABEL
 from jaxseek.optim.adamw import global_norm
 from jaxseek.train.state import Leaf, Program, TrainState, attach_bias
@@ -196,9 +196,7 @@ def _accumulate(micro_step: Callable, batch: StepBatch):
 
     def zero(x):
         dtype = jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
-        axes = tuple(x.manual_axis_type.varying)
-        zeros = jnp.zeros(x.shape, dtype)
-        return jax.lax.pcast(zeros, axes, to="varying") if axes else zeros
+        return vary(jnp.zeros(x.shape, dtype), x.manual_axis_type.varying)
 
     def body(total, micro):
         return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, micro_step(micro)), None

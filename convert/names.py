@@ -10,15 +10,15 @@ Letters: L layers of a stack, E experts, D model, F ffn.
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
 from jaxseek.config import ModelConfig
 from jaxseek.errors import UserError
-from jaxseek.layout import LAYERS_DIM, ParamSpec, flatten_paths
-from jaxseek.model import DENSE_STACK, MOE_STACK, split
+from jaxseek.layout import LAYERS_DIM, ParamSpec, flatten_paths, unflatten_paths
+from jaxseek.model import DENSE_STACK, MOE_STACK, ROUTER_BIAS_PATH, split
 
 # How the dims of a layer's parameter become those of its HF tensor. HF matrices are [out, in], as
 # torch.nn.Linear has them.
@@ -114,23 +114,47 @@ class HFTensor:
         """Where in the (stacked) parameter it goes."""
         return tuple(i for i in (self.layer, self.expert) if i is not None)
 
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The dims of a part in the order in which the tensor has them: row-major in this order,
+        a part's values stand in the file one after the other.
+        """
+        dims = tuple(range(len(self.part_shape)))
+        match self.form:
+            case "one_input":
+                return (*dims[1:], 0)
+            case "one_output":
+                return (dims[-1], *dims[:-1])
+            case "expert":
+                return (*dims[:-2], dims[-1], dims[-2])
+        return dims
+
+    @property
+    def stack_dims(self) -> int:
+        """How many leading dims of the parameter count layers and experts."""
+        return (self.layer is not None) + (self.form == "expert")
+
+    @property
+    def leaf_order(self) -> tuple[int, ...]:
+        """`order` for the whole (stacked) parameter; alike for all tensors of a parameter."""
+        lead = len(self.index)
+        return (*range(lead), *(lead + dim for dim in self.order))
+
+    def file_parts(self, tensor: np.ndarray) -> list[np.ndarray]:
+        """What belongs to each of `paths`, its dims still in the tensor's `order`; views."""
+        shape = tuple(self.part_shape[dim] for dim in self.order)
+        rows = np.split(tensor, len(self.paths), axis=-2) if len(self.paths) > 1 else [tensor]
+        return [part.reshape(shape) for part in rows]
+
     def to_parts(self, tensor: np.ndarray) -> list[np.ndarray]:
         """What goes to `parameter[index]` for each of `paths`; views, not copies."""
-        if self.form in ("one_input", "one_output"):
-            return [tensor.T.reshape(self.part_shape)]
-        if self.form == "expert":
-            return np.split(tensor.swapaxes(-1, -2), len(self.paths), axis=-1)
-        return [tensor.reshape(self.part_shape)]
+        return [part.transpose(np.argsort(self.order)) for part in self.file_parts(tensor)]
 
     def from_parts(self, parts: Sequence[np.ndarray]) -> np.ndarray:
         """The tensor, contiguous, from `parameter[index]` of each of `paths`."""
-        if self.form == "expert":
-            tensor = np.concatenate([part.swapaxes(-1, -2) for part in parts], axis=-2)
-        elif self.form in ("one_input", "one_output"):
-            tensor = parts[0].reshape(self.shape[::-1]).T
-        else:
-            tensor = parts[0].reshape(self.shape)
-        return np.ascontiguousarray(tensor)
+        turned = [part.transpose(self.order) for part in parts]
+        whole = np.concatenate(turned, axis=-2) if len(turned) > 1 else turned[0]
+        return np.ascontiguousarray(whole).reshape(self.shape)
 
 
 def hf_tensors(config: ModelConfig, *, experts: ExpertLayout = "separate") -> dict[str, HFTensor]:
@@ -162,6 +186,59 @@ def hf_tensors(config: ModelConfig, *, experts: ExpertLayout = "separate") -> di
     return tensors
 
 
+def expert_layout(names: Iterable[str]) -> ExpertLayout:
+    """How a checkpoint with tensors of these names holds its experts."""
+    return "fused" if any(name.endswith(_FUSED_NAME) for name in names) else "separate"
+
+
+def is_mtp(config: ModelConfig, name: str) -> bool:
+    """Whether a tensor belongs to a layer for multi-token prediction: those after the last."""
+    last = config.num_hidden_layers
+    layers = range(last, last + config.num_nextn_predict_layers)
+    return name.startswith(tuple(f"model.layers.{layer}." for layer in layers))
+
+
+def is_buffer(name: str) -> bool:
+    """Whether a tensor is no weight: the rotary frequencies that files of 2023 hold."""
+    return name.endswith("rotary_emb.inv_freq")
+
+
+def problems(
+    config: ModelConfig, wanted: Mapping[str, HFTensor], shapes: Mapping[str, tuple[int, ...]]
+) -> list[str]:
+    """A line for each tensor that is missing, unknown or of another shape than `wanted` says."""
+    found = []
+    for name, tensor in wanted.items():
+        if name not in shapes:
+            found.append(f"{name}: missing, needed with shape {tensor.shape}")
+        elif tuple(shapes[name]) != tensor.shape:
+            found.append(f"{name}: shape {tuple(shapes[name])}, needed {tensor.shape}")
+    for name in shapes:
+        if name not in wanted and not is_mtp(config, name) and not is_buffer(name):
+            found.append(f"{name}: not a tensor of this model")
+    return found
+
+
+def refuse(config: ModelConfig, lines: Sequence[str]) -> None:
+    """Raise a `UserError` with all `lines`, sorted, where there are any."""
+    if not lines:
+        return
+    shown = sorted(lines)[:_SHOWN_PROBLEMS]
+    if len(lines) > len(shown):
+        shown.append(f"... and {len(lines) - len(shown)} more")
+    raise UserError(
+        f"The tensors do not fit the config (model_type {config.model_type!r}, "
+        f"{config.num_hidden_layers} layers); problems: {len(lines)}\n" + "\n".join(shown)
+    )
+
+
+def checkpoint_leaf(path: str) -> str:
+    """The name under which checkpoints hold the parameter `path`: that of its place in a training
+    state, where the router bias stands beside the parameters.
+    """
+    return "router_bias" if path == ".".join(ROUTER_BIAS_PATH) else f"params.{path}"
+
+
 def params_from_hf(config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """Nested dict of numpy parameters, stacked and in logical shapes, from a checkpoint's tensors.
 
@@ -176,27 +253,21 @@ def params_from_hf(config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> di
     Raises:
         UserError: with every tensor that is missing, unknown or of a wrong shape, sorted.
     """
-    fused = any(name.endswith(_FUSED_NAME) for name in tensors)
-    wanted = hf_tensors(config, experts="fused" if fused else "separate")
-    _check(config, wanted, tensors)
+    wanted = hf_tensors(config, experts=expert_layout(tensors))
+    refuse(config, problems(config, wanted, {name: t.shape for name, t in tensors.items()}))
     sources: dict[tuple[str, ...], list[str]] = {}
     for name, tensor in wanted.items():
         sources.setdefault(tensor.paths, []).append(name)
     specs = flatten_paths(split(config)[1])
-    params: dict[str, Any] = {}
+    params: dict[str, np.ndarray] = {}
     for paths, names in sources.items():
         dtype = np.result_type(*{tensors[name].dtype for name in names})
         leaves = [np.empty(specs[path].shape, dtype) for path in paths]
         for name in names:
             for leaf, part in zip(leaves, wanted[name].to_parts(tensors[name]), strict=True):
                 leaf[wanted[name].index] = part
-        for path, leaf in zip(paths, leaves, strict=True):
-            *parents, last = path.split(".")
-            node = params
-            for key in parents:
-                node = node.setdefault(key, {})
-            node[last] = leaf
-    return params
+        params |= dict(zip(paths, leaves, strict=True))
+    return unflatten_paths(params)
 
 
 def params_to_hf(
@@ -243,29 +314,3 @@ def _hf_shape(shape: tuple[int, ...], *, form: Form, count: int) -> tuple[int, .
         case "expert":
             return (*shape[:-2], count * shape[-1], shape[-2])
     return shape
-
-
-def _check(
-    config: ModelConfig, wanted: Mapping[str, HFTensor], tensors: Mapping[str, np.ndarray]
-) -> None:
-    """Refuse tensors that are not exactly those of the model, all problems at once."""
-    last = config.num_hidden_layers
-    mtp = tuple(f"model.layers.{last + k}." for k in range(config.num_nextn_predict_layers))
-    problems = []
-    for name, tensor in wanted.items():
-        if name not in tensors:
-            problems.append(f"{name}: missing, needed with shape {tensor.shape}")
-        elif tuple(tensors[name].shape) != tensor.shape:
-            problems.append(f"{name}: shape {tuple(tensors[name].shape)}, needed {tensor.shape}")
-    for name in tensors:
-        ignored = name.startswith(mtp) or name.endswith("rotary_emb.inv_freq")
-        if name not in wanted and not ignored:
-            problems.append(f"{name}: not a tensor of this model")
-    if problems:
-        lines = sorted(problems)[:_SHOWN_PROBLEMS]
-        if len(problems) > len(lines):
-            lines.append(f"... and {len(problems) - len(lines)} more")
-        raise UserError(
-            f"The tensors do not fit the config (model_type {config.model_type!r}, {last} layers); "
-            f"problems: {len(problems)}\n" + "\n".join(lines)
-        )

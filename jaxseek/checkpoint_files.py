@@ -1,8 +1,11 @@
 """Checkpoints as folders: which are complete, which go. No JAX here.
 
 A folder is complete once it holds `jaxseek.json`, written last and in one rename. That manifest
-lists the arrays with their logical shapes, every file with its size and sha256, and the caller's
+lists the arrays with their logical shapes, every file with its size and checksum, and the caller's
 metadata.
+
+The checksum is XXH3 of 128 bits, which keeps up with memory where sha256 is slower than a disk. It
+finds damage; it is no signature, whoever can change a file on purpose can make it fit.
 """
 
 import hashlib
@@ -10,18 +13,26 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Container, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import xxhash
+
 from jaxseek.errors import UserError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+READABLE_VERSIONS = (1, 2)  # Version 1 names the checksum `sha256`, and it is one.
 MANIFEST_FILE = "jaxseek.json"
 TEMPORARY_FILE = f"{MANIFEST_FILE}.tmp"
 ARRAYS_FOLDER = "state"
 HASH_THREADS = 4
+HASH_BLOCK = 1 << 20  # Bytes: a block is still in the processor's cache when it is hashed.
+ALGORITHMS = {"xxh3_128": xxhash.xxh3_128, "sha256": hashlib.sha256}
+WRITTEN = "xxh3_128"
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +50,36 @@ class Leaf:
 
 @dataclass(frozen=True, kw_only=True)
 class FileRecord:
-    """Size in bytes and sha256 (hex) of one file of a checkpoint."""
+    """Size in bytes and checksum of one file of a checkpoint, `xxh3_128:` and 32 hex digits.
+
+    Files of format version 1 have `sha256:` and 64.
+    """
 
     size: int
-    sha256: str
+    checksum: str
+
+
+class Checksum:
+    """Checksum of bytes that come in pieces, as `FileRecord` spells it.
+
+    Args:
+      algorithm: `xxh3_128`, what is written today, or `sha256` for files of format version 1.
+    """
+
+    def __init__(self, algorithm: str = WRITTEN):
+        self._algorithm = algorithm
+        self._hash = ALGORITHMS[algorithm]()
+
+    def update(self, data: bytes | bytearray | memoryview | np.ndarray) -> None:
+        """Adds the bytes of a C-contiguous buffer; other threads run meanwhile."""
+        if isinstance(data, np.ndarray):  # bfloat16 and the like offer no buffer of their own.
+            assert data.flags.c_contiguous, "its bytes are not in the order of its elements"
+            data = data.reshape(-1).view(np.uint8).data
+        self._hash.update(data)
+
+    def text(self) -> str:
+        """The checksum of all bytes so far, `xxh3_128:HEX`."""
+        return f"{self._algorithm}:{self._hash.hexdigest()}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,18 +97,19 @@ def read_manifest(folder: Path) -> Manifest:
 
     Raises:
       FileNotFoundError: there is none.
-      ValueError: it is not a manifest of this format version.
+      ValueError: it is not a manifest of a format version that this jaxseek reads.
     """
     content = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))
     try:
         version = content["format_version"]
-        if version != FORMAT_VERSION:
-            raise ValueError(f"format version {version}, this jaxseek reads {FORMAT_VERSION}")
+        if version not in READABLE_VERSIONS:
+            readable = " and ".join(map(str, READABLE_VERSIONS))
+            raise ValueError(f"format version {version}, this jaxseek reads {readable}")
         leaves = {
             name: Leaf(shape=tuple(leaf["shape"]), dtype=leaf["dtype"])
             for name, leaf in content["leaves"].items()
         }
-        files = {name: FileRecord(**record) for name, record in content["files"].items()}
+        files = {name: _file_record(record) for name, record in content["files"].items()}
         return Manifest(
             step=content["step"], leaves=leaves, files=files, metadata=content["metadata"]
         )
@@ -95,20 +133,32 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
             os.close(descriptor)
 
 
-def record_files(folder: Path) -> dict[str, FileRecord]:
-    """Size and checksum of every file below a folder that has no manifest yet, read back."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {
-        path.relative_to(folder).as_posix(): FileRecord(size=path.stat().st_size, sha256=sha256)
-        for path, sha256 in zip(paths, _checksums(paths), strict=True)
-    }
+def record_files(
+    folder: Path, *, known: Mapping[str, FileRecord] | None = None
+) -> dict[str, FileRecord]:
+    """Size and checksum of every file below a folder that has no manifest yet.
+
+    Args:
+      folder: the checkpoint.
+      known: records made with `Checksum` while the files were written, by path in the folder:
+        these files are not read again.
+    """
+    records = dict(known or {})
+    names = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
+    assert records.keys() <= names, f"never written: {sorted(records.keys() - names)}"
+    unread = [folder / name for name in sorted(names - records.keys())]
+    for path, checksum in zip(unread, _checksums(dict.fromkeys(unread, WRITTEN)), strict=True):
+        record = FileRecord(size=path.stat().st_size, checksum=checksum)
+        records[path.relative_to(folder).as_posix()] = record
+    return {name: records[name] for name in sorted(records)}
 
 
-def changed_files(folder: Path) -> list[str]:
-    """The listed files whose sha256 is not the recorded one; reads everything."""
-    files = read_manifest(folder).files
-    found = _checksums([folder / name for name in files])
-    return [name for name, now in zip(files, found, strict=True) if now != files[name].sha256]
+def changed_files(folder: Path, *, besides: Container[str | None] = ()) -> list[str]:
+    """The listed files, `besides` some, whose checksum is not the recorded one; reads them all."""
+    files = {name: f for name, f in read_manifest(folder).files.items() if name not in besides}
+    algorithms = {folder / name: file.checksum.split(":")[0] for name, file in files.items()}
+    found = _checksums(algorithms)
+    return [name for name, now in zip(files, found, strict=True) if now != files[name].checksum]
 
 
 def step_of(folder: Path) -> int | None:
@@ -196,11 +246,28 @@ def _is_interrupted_save(folder: Path) -> bool:
     return all(path.name.startswith(ours) for path in folder.iterdir())
 
 
-def _checksums(paths: list[Path]) -> list[str]:
-    with ThreadPoolExecutor(max_workers=HASH_THREADS) as pool:  # hashlib lets go of the GIL.
-        return list(pool.map(_sha256, paths))
+def _file_record(record: dict[str, Any]) -> FileRecord:
+    """A record of either format version.
+
+    Raises:
+      ValueError: its checksum is none that this jaxseek knows.
+    """
+    checksum = f"sha256:{record['sha256']}" if "sha256" in record else record["checksum"]
+    if checksum.split(":")[0] not in ALGORITHMS:
+        raise ValueError(f"unknown checksum {checksum!r}")
+    return FileRecord(size=record["size"], checksum=checksum)
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _checksums(algorithms: dict[Path, str]) -> list[str]:
+    """Checksum of each file by the algorithm named for it."""
+    with ThreadPoolExecutor(max_workers=HASH_THREADS) as pool:  # Hashing lets go of the GIL.
+        return list(pool.map(_checksum, algorithms, algorithms.values()))
+
+
+def _checksum(path: Path, algorithm: str) -> str:
+    checksum, block = Checksum(algorithm), bytearray(HASH_BLOCK)
+    view = memoryview(block)
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(block):
+            checksum.update(view[:count])
+    return checksum.text()

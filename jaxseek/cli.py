@@ -6,14 +6,17 @@ from collections.abc import Callable
 from jaxseek.errors import UserError
 
 
-def run_main(main: Callable[[], None], *, program: str) -> int:
-    """Call `main`; return 0, or 2 after printing a `UserError` on stderr. Other exceptions pass.
+def run_main(main: Callable[[], int | None], *, program: str) -> int:
+    """Call `main`; return its exit code (`None` is 0), or 2 after printing a `UserError` on stderr.
+    Ctrl-C gives 130; other exceptions pass.
 
     Use as `sys.exit(run_main(main, program="jaxseek.train"))`.
     """
     try:
-        main()
+        return main() or 0
     except UserError as error:
         print(f"{program}: error: {error}", file=sys.stderr)
         return 2
-    return 0
+    except KeyboardInterrupt:
+        print(f"{program}: interrupted", file=sys.stderr)
+        return 130

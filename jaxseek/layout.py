@@ -257,5 +257,17 @@ def flatten_paths(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
+def unflatten_paths(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """The nested dict that `flatten_paths` made flat."""
+    tree: dict[str, Any] = {}
+    for name, leaf in leaves.items():
+        *parents, last = name.split(".")
+        node = tree
+        for key in parents:
+            node = node.setdefault(key, {})
+        node[last] = leaf
+    return tree
+
+
 def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple

@@ -30,6 +30,8 @@ from jaxseek.ops.rope import rope_tables
 Remat = Literal["none", "selective", "full"]
 Params = dict[str, Any]
 DENSE_STACK, MOE_STACK = "dense_layers", "moe_layers"
+# Not a parameter of the optimizer: a state keeps it beside the others, as `router_bias`.
+ROUTER_BIAS_PATH = (MOE_STACK, "mlp", "gate", "e_score_correction_bias")
 _WEIGHTS = "weights"  # name of gathered weights, which no policy saves
 _SAVED = ("attn_out", "attn_lse", "attn_proj", "mlp_out")
 

@@ -1,7 +1,11 @@
-"""Where jaxseek finds the files that come with it, and keeps those it makes for itself."""
+"""Where jaxseek finds the files that come with it, and keeps those that it makes."""
 
 import os
 from pathlib import Path
+
+# The folders inside a run folder, and inside a converted model's.
+CHECKPOINTS, TOKENIZER = "checkpoints", "tokenizer"
+HF_FILES = "hf"  # files of the Hugging Face folder that the model came from, for the way back
 
 
 def configs_dir() -> Path:

@@ -58,10 +58,15 @@ def refuse_later_types(model_type: Setting | None) -> None:
 
 def _find(name: str) -> Path:
     path = Path(name)
-    if path.is_dir() or path.suffix == ".json":
+    if path.is_dir():
         raise UserError(
-            f"model: {name} is a Hugging Face checkpoint or its config.json; not supported yet. "
-            f"Give a preset's name or a YAML file."
+            f"model: {name} is a folder; only jaxseek.train takes one. Give a preset's name or a "
+            "YAML file."
+        )
+    if path.suffix == ".json":
+        raise UserError(
+            f"model: {name} is a JSON file; give the Hugging Face folder that it is in, a preset's "
+            "name or a YAML file."
         )
     if path.suffix in (".yaml", ".yml"):
         return path

@@ -179,6 +179,8 @@ class RunConfig:
         remat: what the backward pass recomputes of a layer: `none`, `full` (all), `selective` (all
             but the costly products).
         seed: of the initial parameters and of the order of the data.
+        init_from: the folder that the first weights are read from: a Hugging Face folder, a
+            converted model or another run; `--model DIR` sets it. Left out, they are random.
         stop_after: end, with a checkpoint, after this step; the schedule still reckons with
             `steps`.
 
@@ -198,6 +200,7 @@ class RunConfig:
     seq_len: int = 256
     remat: Literal["none", "selective", "full"] = "selective"
     seed: int = 0
+    init_from: str | None = None
     stop_after: int | None = None
     optim: OptimConfig = OptimConfig()
     router: RouterConfig = RouterConfig()

@@ -4,6 +4,7 @@ A run's file may name its model (`model: small-v3`), describe it key by key, or 
 override the named one's.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 from jaxseek.errors import UserError
@@ -11,6 +12,8 @@ from jaxseek.presets import DEFAULT_PRESET, read_model, refuse_later_types
 from jaxseek.run_config import RunConfig
 from jaxseek.schema import Setting, Settings, build, check_keys, to_settings
 from jaxseek.yaml_file import dump_yaml, read_yaml
+
+NamedModel = Callable[[str], Settings]
 
 
 def load_config(path: Path) -> RunConfig:
@@ -29,7 +32,17 @@ def dump_config(run: RunConfig) -> str:
     )
 
 
-def with_model(settings: Settings) -> Settings:
+def named_model(name: str) -> Settings:
+    """The settings that `model: NAME` stands for, keyed as `RunConfig`: those of a preset or a YAML
+    file.
+
+    Raises:
+        UserError: as `read_model`.
+    """
+    return {f"model.{key}": setting for key, setting in read_model(name).items()}
+
+
+def with_model(settings: Settings, *, named: NamedModel = named_model) -> Settings:
     """`settings` with a whole model: the one they name or describe, else the default preset.
 
     Raises:
@@ -37,11 +50,14 @@ def with_model(settings: Settings) -> Settings:
     """
     if "model" not in settings and "model.model_type" not in settings:
         settings = settings | {"model": Setting(value=DEFAULT_PRESET, origin="model")}
-    return expand_model(settings)
+    return expand_model(settings, named=named)
 
 
-def expand_model(settings: Settings) -> Settings:
-    """Replace the setting `model: NAME` by the model's; `model.KEY` settings override those.
+def expand_model(settings: Settings, *, named: NamedModel = named_model) -> Settings:
+    """Replace the setting `model: NAME` by the model's; what else is set overrides those.
+
+    Args:
+        named: what a name stands for; the trainer's takes folders too.
 
     Raises:
         UserError: for unknown keys and unknown models.
@@ -57,7 +73,7 @@ def expand_model(settings: Settings) -> Settings:
             f"{settings['model'].origin}: {name!r} is not a model's name; "
             f"give that, or keys and values."
         )
-    return overlay({f"model.{key}": setting for key, setting in read_model(name).items()}, rest)
+    return overlay(named(name), rest)
 
 
 def overlay(base: Settings, layer: Settings) -> Settings:

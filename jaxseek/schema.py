@@ -12,7 +12,7 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import docstring_parser
@@ -178,6 +178,18 @@ def to_settings(config: Any, *, prefix: str = "") -> Settings:
         else:
             settings[key] = Setting(value=value, origin=key)
     return settings
+
+
+def to_values(config: Any) -> dict[str, Any]:
+    """The values of a config tree by dotted key, without nulls, for JSON."""
+    settings = to_settings(config)
+    return {key: setting.value for key, setting in settings.items() if setting.value is not None}
+
+
+def from_values(cls: type, values: Mapping[str, Any], *, origin: str) -> Any:
+    """The inverse of `to_values`; raises as `build`, with the `origin` of the values."""
+    settings = {k: Setting(value=v, origin=f"{origin}: {k}") for k, v in values.items()}
+    return build(cls, settings)
 
 
 def _options(annotation: Any) -> tuple[Any, ...]:

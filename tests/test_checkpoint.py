@@ -14,6 +14,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxseek import checkpoint
 from jaxseek.checkpoint import CheckpointStore
+from jaxseek.checkpoint_arrays import chunk_file, create_raw_array, open_array
+from jaxseek.checkpoint_files import (
+    Checksum,
+    FileRecord,
+    Leaf,
+    Manifest,
+    record_files,
+    write_manifest,
+)
 from jaxseek.errors import UserError
 
 # Name -> logical shape, dtype, placement; nothing here divides by 3.
@@ -115,7 +124,15 @@ def largest_file(folder):
     return max((p for p in folder.rglob("*") if p.is_file()), key=lambda path: path.stat().st_size)
 
 
-def test_state_keeps_every_bit_from_mesh_to_mesh_and_its_padding_is_zero(tmp_path):
+@pytest.fixture(params=["one chunk a shard", "many chunks a shard"])
+def chunks(request, monkeypatch):
+    """Both ways to cut an array; chunks of the second do not divide its logical shape."""
+    if request.param == "many chunks a shard":
+        monkeypatch.setattr(checkpoint, "MIN_CHUNK", 8)
+        monkeypatch.setattr(checkpoint, "MAX_CHUNK", 20)
+
+
+def test_state_keeps_every_bit_from_mesh_to_mesh_and_its_padding_is_zero(tmp_path, chunks):
     values = random_values()
     state = put(values, target_on(make_mesh(3, 1)))
     for step, (data, tensor) in enumerate([(1, 1), (2, 3), (1, 4), (3, 1)]):
@@ -128,6 +145,27 @@ def test_state_keeps_every_bit_from_mesh_to_mesh_and_its_padding_is_zero(tmp_pat
         for array, leaf in zip(jax.tree.leaves(state), jax.tree.leaves(target), strict=True):
             assert (array.shape, array.dtype) == (leaf.shape, leaf.dtype)
             assert array.sharding == leaf.sharding
+
+
+@pytest.mark.parametrize(
+    ("shape", "chunk"),
+    [
+        ((3, 2, 4, 5), (1, 1, 4, 5)),  # 80 bytes each: layer by layer, expert by expert.
+        ((3, 2, 4, 3), (1, 2, 4, 3)),  # 48 bytes each, too few.
+        ((100, 4), (10, 4)),
+        ((8, 100), (1, 50)),
+        ((101, 4), (101, 4)),  # Nothing between all of it and single rows.
+        ((4,), (4,)),
+    ],
+)
+def test_a_chunk_is_one_layer_or_expert_and_neither_tiny_nor_huge(store, monkeypatch, shape, chunk):
+    monkeypatch.setattr(checkpoint, "MIN_CHUNK", 64)
+    monkeypatch.setattr(checkpoint, "MAX_CHUNK", 256)
+    state = {"x": jnp.zeros(shape, jnp.float32)}
+    store.save(1, state, logical_shapes=state, metadata={})
+    store.wait()
+    array = open_array(store.directory / "1" / "state", "x")
+    assert array.chunk_layout.read_chunk.shape == chunk
 
 
 def test_numpy_reads_each_leaf_bit_for_bit_in_its_logical_shape(store, state):
@@ -157,6 +195,16 @@ def test_plain_orbax_reads_the_logical_shapes(store, state):
         read = orbax.restore(store.directory / "1" / "state", args=args)[name]
     assert (read.shape, read.dtype) == (logical.shape, logical.dtype)
     assert as_bits(read) == as_bits(random_values()["params"]["kernel"])
+
+
+def test_cutting_to_logical_shapes_rewrites_the_database_once(tmp_path):
+    mesh = make_mesh(3, 1)
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    arrays = {f"leaf{i}": jax.device_put(jnp.ones(6), sharding) for i in range(60)}
+    logical = {name: jax.ShapeDtypeStruct((5,), jnp.float32) for name in arrays}
+    with CheckpointStore(tmp_path, keep=1) as store:
+        store.save(1, arrays, logical_shapes=logical, metadata={})
+    assert len([path for path in tmp_path.rglob("*") if path.is_file()]) < 30
 
 
 def test_what_stood_in_the_padding_does_not_come_back(store, target):
@@ -260,7 +308,7 @@ def empty_the_manifest(folder):
 
 def use_a_later_format(folder):
     path = folder / "jaxseek.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": 2}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": 3}))
 
 
 def replace_by_another_step(folder):
@@ -277,7 +325,7 @@ def replace_by_another_step(folder):
         (cut_a_file, "were written"),
         (cut_the_manifest, "its jaxseek.json cannot be read"),
         (empty_the_manifest, "its jaxseek.json cannot be read"),
-        (use_a_later_format, "format version 2, this jaxseek reads 1"),
+        (use_a_later_format, "format version 3, this jaxseek reads 1 and 2"),
         (replace_by_another_step, "its jaxseek.json is that of step 3"),
     ],
 )
@@ -354,6 +402,11 @@ def with_another_logical_shape(target, logical):
     logical["params"]["kernel"] = jax.ShapeDtypeStruct((8, 5), jnp.bfloat16)
 
 
+def with_whole_numbers(target, logical):
+    bias = target["params"]["bias"]
+    target["params"]["bias"] = jax.ShapeDtypeStruct((5,), jnp.int32, sharding=bias.sharding)
+
+
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
@@ -371,6 +424,90 @@ def test_a_target_that_differs_is_refused_leaf_by_leaf(two_steps, change, compla
     change(target, logical)
     with pytest.raises(UserError, match=complaint):
         two_steps.restore(5, target, logical_shapes=logical)
+
+
+def change_dtypes(target, dtype):
+    """Floating-point leaves in another dtype."""
+
+    def changed(leaf):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf
+        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
+
+    return jax.tree.map(changed, target)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_on_request_floats_of_another_dtype_are_cast_to_the_nearest(store, target, dtype):
+    values = jax.tree.map(  # NaNs may keep another payload.
+        lambda x: np.nan_to_num(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, random_values()
+    )
+    save(store, 1, put(values, target))
+    wanted = change_dtypes(target_on(make_mesh(2, 2)), dtype)
+    state = restore(store, 1, wanted, cast=True).state
+    cast = jax.tree.map(lambda x, leaf: x.astype(leaf.dtype), values, wanted)
+    assert as_bits(state) == as_bits(put(cast, wanted))
+    with pytest.raises(UserError, match=r"params\.(kernel|bias): saved .*, wanted "):
+        restore(store, 1, wanted)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (with_another_logical_shape, r"params\.kernel: saved .*\[7,5\], wanted .*\[8,5\]"),
+        (with_whole_numbers, r"params\.bias: saved float32\[5\], wanted int32\[5\]"),
+    ],
+)
+def test_a_cast_changes_neither_shapes_nor_kinds_of_numbers(two_steps, change, complaint):
+    target, logical = target_on(make_mesh(2, 1)), logical_shapes()
+    change(target, logical)
+    with pytest.raises(UserError, match=complaint):
+        two_steps.restore(5, target, logical_shapes=logical, cast=True)
+
+
+def write_raw_checkpoint(folder, step, arrays):
+    """A complete checkpoint as a converter writes it, its chunks' checksums made while writing."""
+    leaves, known = {}, {}
+    for name, array in arrays.items():
+        create_raw_array(
+            folder / "state",
+            name,
+            shape=array.shape,
+            dtype=array.dtype,
+            chunk=(1, *array.shape[1:]),
+            order=(0, *range(1, array.ndim)[::-1]),
+        )
+        for layer, part in enumerate(array):
+            content, checksum = np.ascontiguousarray(part.T), Checksum()
+            checksum.update(content)
+            path = chunk_file(folder / "state", name, (layer,) + (0,) * (array.ndim - 1))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content.tobytes())
+            record = FileRecord(size=content.nbytes, checksum=checksum.text())
+            known[path.relative_to(folder).as_posix()] = record
+        leaves[name] = Leaf(shape=array.shape, dtype=array.dtype.name)
+    files = record_files(folder, known=known)
+    write_manifest(folder, Manifest(step=step, leaves=leaves, files=files, metadata={}))
+
+
+def test_a_checkpoint_of_raw_arrays_is_verified_restored_and_cast(tmp_path):
+    target = {"params": target_on(make_mesh(2, 3))["params"]}
+    logical = {"params": logical_shapes()["params"]}
+    values = {  # float32 numbers that bfloat16 holds too.
+        "params": jax.tree.map(
+            lambda x: np.arange(x.size, dtype=np.float32).reshape(x.shape), logical["params"]
+        )
+    }
+    arrays = {f"params.{name}": x.astype(jnp.bfloat16) for name, x in values["params"].items()}
+    write_raw_checkpoint(tmp_path / "3", 3, arrays)
+    with CheckpointStore(tmp_path) as store:
+        restored = store.restore(None, target, logical_shapes=logical, cast=True)
+        assert as_bits(restored.state) == as_bits(put(values, target))
+        assert as_bits(store.read_array(3, "params.experts")) == as_bits(arrays["params.experts"])
+        path = chunk_file(tmp_path / "3" / "state", "params.experts", (1, 0, 0))
+        path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
+        with pytest.raises(UserError, match=r"damaged.*state/params\.experts/c/1/0/0"):
+            store.restore(None, target, logical_shapes=logical, cast=True)
 
 
 def test_a_partial_restore_reads_the_named_leaves_only(two_steps, state, target):

@@ -27,7 +27,9 @@ LEVELS = {
     ),
     **dict.fromkeys(("ops", "optim", "data", "flops"), 1),
     "layers": 2,
-    **dict.fromkeys(("model", "mtp", "cache", "checkpoint", "checkpoint_files"), 3),
+    **dict.fromkeys(
+        ("model", "mtp", "cache", "checkpoint", "checkpoint_arrays", "checkpoint_files"), 3
+    ),
     **dict.fromkeys(("train", "bench", "plan", "evaluate", "generate"), 4),
 }
 TOP_LEVEL = 4

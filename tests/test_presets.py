@@ -171,7 +171,7 @@ def test_model_of_a_users_file_is_read_by_its_path(tmp_path):
         ("deepseek-v3.2-exp", "'deepseek_v32', DeepSeek-V3.2 .* is not supported yet"),
         ("DeepSeek-V4-Flash", "'deepseek_v4', DeepSeek-V4, is not supported yet"),
         ("nowhere.yaml", "there is no such file"),
-        ("config.json", "Hugging Face checkpoint or its config.json; not supported"),
+        ("config.json", "a JSON file; give the Hugging Face folder that it is in"),
     ],
 )
 def test_unknown_models_are_refused_with_what_there_is(name, message):
@@ -179,8 +179,8 @@ def test_unknown_models_are_refused_with_what_there_is(name, message):
         load_preset(name)
 
 
-def test_folder_of_a_checkpoint_is_refused_as_not_supported_yet(tmp_path):
-    with pytest.raises(UserError, match=r"Hugging Face checkpoint .* not supported yet"):
+def test_folder_is_no_preset(tmp_path):
+    with pytest.raises(UserError, match=r"is a folder; only jaxseek.train takes one"):
         load_preset(str(tmp_path))
 
 

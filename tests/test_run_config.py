@@ -42,6 +42,7 @@ RUNS = {
         seq_len=128,
         remat="full",
         seed=5,
+        init_from="~/3e-4",
         stop_after=4,
     ),
     "every field of the sections": RunConfig(

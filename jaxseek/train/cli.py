@@ -19,11 +19,13 @@ from jaxseek.schema import (
     Setting,
     Settings,
     build,
+    check_keys,
     leaves,
     section_class,
     suggestion,
     to_settings,
 )
+from jaxseek.train.model_folder import named_model_or_folder, with_first_weights
 from jaxseek.yaml_file import read_yaml
 
 CONFIG_FILE = "config.yaml"
@@ -71,11 +73,8 @@ def parse_arguments(argv: Sequence[str]) -> Invocation:
     if resumed:
         base = to_settings(resumed)
     else:
-        base = with_model(read_yaml(Path(files["config"])) if "config" in files else {})
-    if "model" in flags:
-        # Keys of the base's model, which the named one leaves at their default, must not linger.
-        base = {key: setting for key, setting in base.items() if not key.startswith("model.")}
-    run = build(RunConfig, overlay(base, expand_model(flags)))
+        base = read_yaml(Path(files["config"])) if "config" in files else {}
+    run = build(RunConfig, _layered(base, flags, fresh=resumed is None))
     _check_vocabulary(run)
     return Invocation(
         run=run,
@@ -83,6 +82,18 @@ def parse_arguments(argv: Sequence[str]) -> Invocation:
         resume=Path(files["resume"]) if "resume" in files else None,
         changed=_changes(resumed, run) if resumed else {},
     )
+
+
+def _layered(base: Settings, flags: Settings, *, fresh: bool) -> Settings:
+    """`flags` over `base`, with a whole model and, for a fresh run, its weights' tokenizer."""
+    if "model" in flags:
+        # The flag replaces the base's model: not even a key that it leaves at its default lingers.
+        base = {k: s for k, s in base.items() if k != "model" and not k.startswith("model.")}
+        check_keys(base, RunConfig)
+    else:
+        base = with_model(base, named=named_model_or_folder)
+    settings = overlay(base, expand_model(flags, named=named_model_or_folder))
+    return with_first_weights(settings) if fresh else settings
 
 
 def _check_vocabulary(run: RunConfig) -> None:
@@ -176,7 +187,10 @@ def _add_files(group: Any) -> None:
     group.add_argument("--config", metavar="FILE", help="a run's YAML file")
     group.add_argument("--resume", metavar="DIR", help="go on with the run in this run folder")
     group.add_argument("--out", metavar="DIR", help="the run folder (default: new under runs/)")
-    model = f"a preset or a YAML file (default: {DEFAULT_PRESET})"
+    model = (
+        "a preset, a YAML file, or a folder whose weights are trained further: a Hugging Face "
+        f"folder, a converted model or another run (default: {DEFAULT_PRESET})"
+    )
     group.add_argument("--model", metavar="NAME", help=model)
 
 

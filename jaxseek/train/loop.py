@@ -19,6 +19,7 @@ from jaxseek.data.loader import Loader, ValidationSet
 from jaxseek.data.packing import Batch
 from jaxseek.errors import UserError
 from jaxseek.run_file import dump_config
+from jaxseek.schema import to_values
 from jaxseek.train.console import RunProgress
 from jaxseek.train.run_folder import RunFolder
 from jaxseek.train.state import Program, TrainState
@@ -32,6 +33,8 @@ class Training:
     Attributes:
         step, evaluate: the compiled programs.
         text_fingerprint: of what the loader reads; a resumed run must read the same.
+        source: what is known of the Hugging Face folder that the weights came from, for an export;
+            `None` where they came from none.
         flops_per_token: of the model, forward and backward.
         peak_flops: of all devices together, or `None` where it is not known.
     """
@@ -42,6 +45,7 @@ class Training:
     loader: Loader
     validation: ValidationSet
     text_fingerprint: str
+    source: dict[str, Any] | None
     folder: RunFolder
     store: CheckpointStore
     flops_per_token: float
@@ -101,6 +105,8 @@ def save(training: Training, state: TrainState, *, step: int) -> None:
     run = training.program.run
     metadata = {
         "config": dump_config(run),
+        "model": to_values(run.model),
+        "source": training.source,
         "data": training.loader.state.to_dict(),
         "text": training.text_fingerprint,
     }

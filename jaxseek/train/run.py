@@ -1,7 +1,9 @@
 """A training run from arguments to run folder, top to bottom."""
 
+import dataclasses
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +18,21 @@ from jaxseek.layout import check_layout
 from jaxseek.mesh import make_mesh
 from jaxseek.model import parameter_count
 from jaxseek.ops.attention import choose_implementation
-from jaxseek.paths import cache_dir
+from jaxseek.paths import CHECKPOINTS, TOKENIZER, cache_dir
 from jaxseek.run_config import RunConfig
 from jaxseek.train.cli import Invocation
 from jaxseek.train.console import perplexity
 from jaxseek.train.loop import Training, evaluate, run_steps
-from jaxseek.train.run_folder import CHECKPOINTS, TOKENIZER, RunFolder, default_path
+from jaxseek.train.pretrained import Pretrained, open_pretrained
+from jaxseek.train.run_folder import RunFolder, check_new, default_path
 from jaxseek.train.sample import sample_text
-from jaxseek.train.state import Program, TrainState, init_state, make_program
+from jaxseek.train.state import (
+    Program,
+    TrainState,
+    init_state,
+    make_program,
+    state_from_params,
+)
 from jaxseek.train.step import StepBatch, make_eval_step, make_train_step
 from jaxseek.train.text import TrainingText, prepare_text
 
@@ -31,6 +40,20 @@ _SAMPLE_PROMPT, _SAMPLE_TOKENS = "def ", 80
 # What may differ from the saved run when it is resumed; all else would make it another run.
 _RESUMABLE = ("mesh", "zero", "steps", "stop_after", "accumulation", "batch", "remat", "dtype")
 _RESUMABLE_SECTIONS = ("optim.", "eval.", "checkpoint.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Start:
+    """What a run begins with.
+
+    Attributes:
+        position: in the data.
+        source: of the weights, as `Pretrained.source`.
+    """
+
+    state: TrainState
+    position: LoaderState
+    source: dict[str, Any] | None
 
 
 def train(invocation: Invocation) -> None:
@@ -42,23 +65,36 @@ def train(invocation: Invocation) -> None:
     console = Console(highlight=False)
     run = invocation.run
     _check_resume(invocation)
+    path = (invocation.resume or invocation.out or default_path(run)).expanduser().absolute()
+    if invocation.resume is None:
+        check_new(path)
+    weights = open_pretrained(run) if run.init_from and invocation.resume is None else None
     program = make_program(run, make_mesh(run.mesh_shape))
     _say_devices(program, console)
     console.print(
         f"reading {run.data.source}, with tokenizer {run.data.tokenizer or 'trained on it'}"
     )
-    text = prepare_text(run)
+    text = prepare_text(run, saved_tokenizer=_saved_tokenizer(invocation))
     compilation_cache.enable(cache_dir() / "jax")
-    path = (invocation.resume or invocation.out or default_path(run)).expanduser().absolute()
     with CheckpointStore(path / CHECKPOINTS, keep=run.checkpoint.keep) as store:
-        state, position = _begin(invocation, program, text, store=store, console=console)
-        with _loader(run, text, position) as loader:
-            folder = _folder(invocation, text, path=path, step=int(state.step))
+        if weights is None:
+            start = _begin(invocation, program, text, store=store, console=console)
+        else:
+            start = _begin_with(weights, program, console)
+        state = start.state
+        with _loader(run, text, start.position) as loader:
+            folder = _folder(invocation, text, weights, path=path, step=int(state.step))
             training = _compile(
-                program, text, loader=loader, folder=folder, store=store, console=console
+                program,
+                text,
+                loader=loader,
+                folder=folder,
+                store=store,
+                source=start.source,
+                console=console,
             )
-            start = evaluate(training, state, step=int(state.step))
-            console.print(f"validation loss {start:.4f} before step {int(state.step) + 1}")
+            first = evaluate(training, state, step=int(state.step))
+            console.print(f"validation loss {first:.4f} before step {int(state.step) + 1}")
             state = run_steps(training, state, console=console)
         check_layout(state, program.state_layout, mesh=program.mesh)
         final = evaluate(training, state, step=int(state.step))
@@ -87,6 +123,13 @@ def _check_resume(invocation: Invocation) -> None:
             )
 
 
+def _saved_tokenizer(invocation: Invocation) -> Path | None:
+    if invocation.resume is None:
+        return None
+    folder = invocation.resume.expanduser().absolute() / TOKENIZER
+    return folder if folder.is_dir() else None
+
+
 def _begin(
     invocation: Invocation,
     program: Program,
@@ -94,13 +137,11 @@ def _begin(
     *,
     store: CheckpointStore,
     console: Console,
-) -> tuple[TrainState, LoaderState]:
-    """State and position in the data to begin with: fresh, or those of the newest complete
-    checkpoint.
-    """
+) -> _Start:
+    """A start from random weights, or from the newest complete checkpoint of the resumed run."""
     run = invocation.run
     if invocation.resume is None:
-        return init_state(program), LoaderState(seed=run.seed)
+        return _Start(state=init_state(program), position=LoaderState(seed=run.seed), source=None)
     restored = store.restore(None, program.abstract_state, logical_shapes=program.logical_shapes)
     _check_text(invocation, text, saved=restored.metadata["text"])
     changes = "".join(f", {key} {old} -> {new}" for key, (old, new) in invocation.changed.items())
@@ -111,7 +152,24 @@ def _begin(
             f"--resume {invocation.resume}: step {restored.step} of {end} is done already; give "
             "more --steps."
         )
-    return restored.state, LoaderState.from_dict(restored.metadata["data"])
+    return _Start(
+        state=restored.state,
+        position=LoaderState.from_dict(restored.metadata["data"]),
+        source=restored.metadata.get("source"),
+    )
+
+
+def _begin_with(weights: Pretrained, program: Program, console: Console) -> _Start:
+    """A start from the weights of a folder, with a fresh optimizer."""
+    console.print(f"weights of {weights.folder}: {weights.summary}")
+    for note in weights.notes:
+        console.print(note)
+    started = time.perf_counter()
+    params, router_bias = weights.load(program)
+    state = state_from_params(program, params, router_bias=router_bias)
+    jax.block_until_ready(state)
+    console.print(f"loaded in {time.perf_counter() - started:.1f} s")
+    return _Start(state=state, position=LoaderState(seed=program.run.seed), source=weights.source)
 
 
 def _check_text(invocation: Invocation, text: TrainingText, *, saved: str) -> None:
@@ -136,10 +194,19 @@ def _loader(run: RunConfig, text: TrainingText, position: LoaderState) -> Loader
     )
 
 
-def _folder(invocation: Invocation, text: TrainingText, *, path: Path, step: int) -> RunFolder:
+def _folder(
+    invocation: Invocation,
+    text: TrainingText,
+    weights: Pretrained | None,
+    *,
+    path: Path,
+    step: int,
+) -> RunFolder:
+    run = invocation.run
     if invocation.resume is not None:
-        return RunFolder.resume(invocation.run, path=path, step=step)
-    folder = RunFolder.create(invocation.run, path=path)
+        return RunFolder.resume(run, path=path, step=step)
+    hf_files = None if weights is None else weights.files_for(run.data.tokenizer)
+    folder = RunFolder.create(run, path=path, hf_files=hf_files)
     (path / TOKENIZER).mkdir()
     text.tokenizer.save(path / TOKENIZER)
     return folder
@@ -152,6 +219,7 @@ def _compile(
     loader: Loader,
     folder: RunFolder,
     store: CheckpointStore,
+    source: dict[str, Any] | None,
     console: Console,
 ) -> Training:
     """Compile the programs of the run; say how long it took and what one device holds."""
@@ -181,6 +249,7 @@ def _compile(
         loader=loader,
         validation=text.validation,
         text_fingerprint=text.fingerprint,
+        source=source,
         folder=folder,
         store=store,
         flops_per_token=model_flops_per_token(run.model, program.specs, seq_len=run.seq_len),

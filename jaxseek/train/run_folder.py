@@ -1,20 +1,24 @@
-"""The run folder: `config.yaml`, `metrics.jsonl`, `loss.png`, `checkpoints/`, `tokenizer/`."""
+"""The run folder: `config.yaml`, `metrics.jsonl`, `loss.png`, `checkpoints/`, `tokenizer/`, and
+`hf/` where the weights came from a folder that had more to it.
+"""
 
 import dataclasses
 import datetime
 import json
 import math
 import os
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from jaxseek.errors import UserError
+from jaxseek.paths import HF_FILES
 from jaxseek.run_config import RunConfig
 from jaxseek.run_file import dump_config
 from jaxseek.train.cli import CONFIG_FILE
 
 METRICS_FILE, PLOT_FILE = "metrics.jsonl", "loss.png"
-CHECKPOINTS, TOKENIZER = "checkpoints", "tokenizer"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,20 +35,22 @@ class RunFolder:
     metrics: TextIO
 
     @classmethod
-    def create(cls, run: RunConfig, *, path: Path) -> "RunFolder":
-        """A new folder with the resolved config.
+    def create(
+        cls, run: RunConfig, *, path: Path, hf_files: Sequence[Path] | None = None
+    ) -> "RunFolder":
+        """A new folder with the resolved config, and copies of `hf_files` in `hf/`.
 
         Raises:
             UserError: when `path` holds anything already, or cannot be written.
         """
+        check_new(path)
         try:
-            if path.exists() and any(path.iterdir()):
-                raise UserError(
-                    f"--out {path} is not empty. Give another folder, or go on with that run by "
-                    f"--resume {path}."
-                )
             path.mkdir(parents=True, exist_ok=True)
             (path / CONFIG_FILE).write_text(dump_config(run), encoding="utf-8")
+            if hf_files is not None:
+                (path / HF_FILES).mkdir()
+                for file in hf_files:
+                    shutil.copyfile(file, path / HF_FILES / file.name)
             return cls(path=path, metrics=(path / METRICS_FILE).open("a", encoding="utf-8"))
         except OSError as error:
             raise UserError(
@@ -93,6 +99,22 @@ class RunFolder:
         axes.grid(alpha=0.3)
         axes.legend()
         figure.savefig(self.path / PLOT_FILE, dpi=120)
+
+
+def check_new(path: Path) -> None:
+    """Refuse a folder that holds anything already; before the long part of a run begins.
+
+    Raises:
+        UserError: it does, or it is a file or cannot be read.
+    """
+    try:
+        if path.exists() and any(path.iterdir()):
+            raise UserError(
+                f"--out {path} is not empty. Give another folder, or go on with that run by "
+                f"--resume {path}."
+            )
+    except OSError as error:
+        raise UserError(f"--out {path} cannot be written: {error.strerror or error}.") from error
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

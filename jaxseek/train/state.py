@@ -18,14 +18,11 @@ from jaxseek import model
 from jaxseek.initialize import init_params
 from jaxseek.layout import LeafLayout
 from jaxseek.mesh import DATA_AXIS, TENSOR_AXIS, MeshShape
-from jaxseek.model import MOE_STACK, Params
+from jaxseek.model import ROUTER_BIAS_PATH, Params
 from jaxseek.ops.collectives import Parallel
 from jaxseek.optim.adamw import make_adamw
 from jaxseek.optim.schedule import learning_rate_schedule
 from jaxseek.run_config import RunConfig
-
-_BIAS_PATH = (MOE_STACK, "mlp", "gate", "e_score_correction_bias")
-
 
 # An Array in the state itself; a layout, shape or sharding in a `Program`'s pictures of it.
 Leaf = Any
@@ -220,19 +217,21 @@ def attach_bias(tree: Params, bias: Any) -> Params:
     return (
         tree
         if bias is None
-        else _edit(tree, _BIAS_PATH, lambda gate: {**gate, _BIAS_PATH[-1]: bias})
+        else _edit(tree, ROUTER_BIAS_PATH, lambda gate: {**gate, ROUTER_BIAS_PATH[-1]: bias})
     )
 
 
 def detach_bias(tree: Params) -> tuple[Params, Any]:
     """`tree` without its router bias, and the bias or `None`."""
     node: Any = tree
-    for key in _BIAS_PATH:
+    for key in ROUTER_BIAS_PATH:
         if key not in node:
             return tree, None
         node = node[key]
     return _edit(
-        tree, _BIAS_PATH, lambda gate: {k: v for k, v in gate.items() if k != _BIAS_PATH[-1]}
+        tree,
+        ROUTER_BIAS_PATH,
+        lambda gate: {k: v for k, v in gate.items() if k != ROUTER_BIAS_PATH[-1]},
     ), node
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import zlib
+from pathlib import Path
 
 from jaxseek.data.cache import digest
 from jaxseek.data.documents import split_by_name
@@ -36,8 +37,12 @@ class TrainingText:
         return digest([self.tokenizer.fingerprint, *map(str, checksums)])
 
 
-def prepare_text(run: RunConfig) -> TrainingText:
+def prepare_text(run: RunConfig, *, saved_tokenizer: Path | None = None) -> TrainingText:
     """Read, split and encode the run's source; cached, so the second run starts at once.
+
+    Args:
+        saved_tokenizer: the folder of a resumed run's tokenizer, which stands for the one that was
+            given to it: that may be gone.
 
     Raises:
         UserError: for a source that cannot be read or is too small, and a tokenizer that does not
@@ -49,7 +54,7 @@ def prepare_text(run: RunConfig) -> TrainingText:
     if run.data.tokenizer is None:
         tokenizer = cached_tokenizer(split.train, vocab_size=vocab_size)
     else:
-        tokenizer = load_tokenizer(run.data.tokenizer)
+        tokenizer = load_tokenizer(saved_tokenizer or run.data.tokenizer)
     if tokenizer.vocab_size > vocab_size:
         raise UserError(
             f"data.tokenizer {run.data.tokenizer} has ids up to {tokenizer.vocab_size - 1}, but "

@@ -1,195 +1,34 @@
 """`config.json` as the releases, transformers and other tools write it."""
 
+import json
+
 import pytest
 
 from convert.hf_config import model_config_from_hf
 from jaxseek.config import RopeScaling
 from jaxseek.errors import UserError
 from jaxseek.presets import load_preset
-
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 32256,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 16384,
-    "rms_norm_eps": 1e-06,
-    "bos_token_id": 32013,
-    "eos_token_id": 32014,
-    "tie_word_embeddings": False,
-}
-CODER = LLAMA | {
-    "hidden_act": "silu",
-    "initializer_range": 0.02,
-    "pretraining_tp": 1,
-    "rope_scaling": {"factor": 4.0, "type": "linear"},
-    "rope_theta": 100000,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.34.1",
-    "use_cache": True,
-}
-V2_LITE = {
-    "architectures": ["DeepseekV2ForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV2Config"},
-    "aux_loss_alpha": 0.001,
-    "bos_token_id": 100000,
-    "eos_token_id": 100001,
-    "first_k_dense_replace": 1,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "initializer_range": 0.02,
-    "intermediate_size": 10944,
-    "kv_lora_rank": 512,
-    "max_position_embeddings": 163840,
-    "model_type": "deepseek_v2",
-    "moe_intermediate_size": 1408,
-    "moe_layer_freq": 1,
-    "n_group": 1,
-    "n_routed_experts": 64,
-    "n_shared_experts": 2,
-    "norm_topk_prob": False,
-    "num_attention_heads": 16,
-    "num_experts_per_tok": 6,
-    "num_hidden_layers": 27,
-    "num_key_value_heads": 16,
-    "pretraining_tp": 1,
-    "q_lora_rank": None,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": {
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "factor": 40,
-        "mscale": 0.707,
-        "mscale_all_dim": 0.707,
-        "original_max_position_embeddings": 4096,
-        "type": "yarn",
-    },
-    "rope_theta": 10000,
-    "routed_scaling_factor": 1.0,
-    "scoring_func": "softmax",
-    "seq_aux": True,
-    "tie_word_embeddings": False,
-    "topk_group": 1,
-    "topk_method": "greedy",
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.33.1",
-    "use_cache": True,
-    "v_head_dim": 128,
-    "vocab_size": 102400,
-}
-V3 = V2_LITE | {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "ep_size": 1,
-    "first_k_dense_replace": 3,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "model_type": "deepseek_v3",
-    "moe_intermediate_size": 2048,
-    "n_group": 8,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "norm_topk_prob": True,
-    "num_attention_heads": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 61,
-    "num_key_value_heads": 128,
-    "num_nextn_predict_layers": 1,
-    "q_lora_rank": 1536,
-    "quantization_config": {
-        "activation_scheme": "dynamic",
-        "fmt": "e4m3",
-        "quant_method": "fp8",
-        "weight_block_size": [128, 128],
-    },
-    "rope_scaling": V2_LITE["rope_scaling"] | {"mscale": 1.0, "mscale_all_dim": 1.0},
-    "routed_scaling_factor": 2.5,
-    "scoring_func": "sigmoid",
-    "topk_group": 4,
-    "topk_method": "noaux_tc",
-    "vocab_size": 129280,
-}
-QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "initializer_range": 0.02,
-    "intermediate_size": 12288,
-    "max_position_embeddings": 131072,
-    "max_window_layers": 36,
-    "model_type": "qwen3",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 36,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": {
-        "attn_factor": 0.8782488562869419,
-        "factor": 4.0,
-        "original_max_position_embeddings": 32768,
-        "rope_type": "yarn",
-    },
-    "rope_theta": 1000000,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "use_cache": True,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
-
-
-def without(config: dict, *keys: str) -> dict:
-    return {key: value for key, value in config.items() if key not in keys}
-
-
-def with_rope_parameters(config: dict) -> dict:
-    """`config` with rope as transformers 5 writes it after reading an old file."""
-    scaling = config.get("rope_scaling") or {"rope_type": "default"}
-    if "type" in scaling:
-        scaling = scaling | {"rope_type": scaling["type"]}
-    rope = {"rope_theta": float(config["rope_theta"]), **scaling}
-    return without(config, "rope_theta", "rope_scaling") | {"rope_parameters": rope}
-
-
-@pytest.mark.parametrize(
-    ("hub", "preset"),
-    [
-        (CODER, "deepseek-coder-6.7b"),
-        (QWEN3, "deepseek-r1-0528-qwen3-8b"),
-        (V2_LITE, "deepseek-v2-lite"),
-        (V3, "deepseek-v3"),
-        (
-            V2_LITE | {"rope_scaling": None, "max_position_embeddings": 4096},
-            "deepseek-esft-lite",
-        ),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
+from tests.convert.hub_configs import (
+    HUB_CONFIGS,
+    LLAMA,
+    MOE_16B,
+    QWEN2_DISTILL,
+    QWEN3,
+    V2_LITE,
+    V3,
+    as_saved_by_transformers_5,
+    with_rope_parameters,
+    without,
 )
-def test_hub_file_and_its_re_save_give_the_preset(hub, preset):
+
+
+@pytest.mark.parametrize("preset", HUB_CONFIGS)
+def test_hub_file_and_its_re_saves_give_the_preset(preset):
+    """transformers leaves out of V3 what it takes for granted; its head_dim is the rope dim."""
+    hub = HUB_CONFIGS[preset]
     assert model_config_from_hf(hub) == load_preset(preset)
     assert model_config_from_hf(with_rope_parameters(hub)) == load_preset(preset)
-
-
-def test_v3_as_the_class_of_transformers_writes_it():
-    """Left out are what it takes for granted; its head_dim is the rope dim."""
-    saved = without(V3, "scoring_func", "topk_method", "moe_layer_freq", "ep_size", "auto_map")
-    saved |= {"head_dim": 64, "qk_head_dim": 192, "rope_interleave": True, "dtype": "bfloat16"}
-    saved |= {"output_router_logits": False, "pad_token_id": None}
-    assert model_config_from_hf(with_rope_parameters(saved)) == load_preset("deepseek-v3")
+    assert model_config_from_hf(as_saved_by_transformers_5(hub)) == load_preset(preset)
 
 
 # Rope, of which old and new keys are read, and which is never guessed.
@@ -237,14 +76,20 @@ def test_rope_is_read_from_old_and_new_keys(keys, theta, scaling):
             },
             "contradicts itself: rope_parameters is .*4.0.* rope_scaling is .*2.0",
         ),
-        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_theta is nowhere"),
-        ({"rope_parameters": {"rope_type": "default"}}, "rope_theta is nowhere"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 4.0}},
+            "rope_theta: nowhere, although there is",
+        ),
+        ({"rope_parameters": {"rope_type": "default"}}, "rope_theta: nowhere, although there is"),
         (
             {"rope_theta": 1e4, "rope_scaling": {"type": "yarn", "rope_type": "linear"}},
-            "one rope_type",
+            "rope_scaling.rope_type: needed is one",
         ),
-        ({"rope_theta": 1e4, "rope_scaling": {"factor": 4.0}}, "one rope_type"),
-        ({"rope_theta": 1e4, "rope_scaling": {"type": "linear"}}, "rope_scaling.factor is needed"),
+        (
+            {"rope_theta": 1e4, "rope_scaling": {"factor": 4.0}},
+            "rope_scaling.rope_type: needed is one",
+        ),
+        ({"rope_theta": 1e4, "rope_scaling": {"type": "linear"}}, "rope_scaling.factor: missing"),
         (
             {"rope_theta": 1e4, "rope_scaling": {"type": "dynamic", "factor": 4.0}},
             "rope_scaling.rope_type: 'dynamic' is not supported",
@@ -261,7 +106,7 @@ def test_rope_is_read_from_old_and_new_keys(keys, theta, scaling):
             {"rope_theta": 1e4, "rope_scaling": {"type": "yarn", "truncate": False, **YARN_KEYS}},
             "rope_scaling.truncate: only True is supported",
         ),
-        ({"rope_scaling": "linear"}, "rope_scaling must be a mapping"),
+        ({"rope_scaling": "linear"}, "rope_scaling: must be a mapping"),
         ({"rope_theta": True}, "rope_theta: needed is a value of type float, got True"),
     ],
 )
@@ -276,15 +121,9 @@ def test_a_deepseek_model_with_a_latent_is_a_v2():
     assert model_config_from_hf(named) == model_config_from_hf(V2_LITE)
 
 
-@pytest.mark.parametrize("latent", [{}, {"q_lora_rank": None, "kv_lora_rank": None}])
-def test_a_deepseek_model_without_a_latent_is_a_moe_16b(latent):
-    mla = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    config = model_config_from_hf(
-        without(V2_LITE, *mla, "n_group", "topk_group", "routed_scaling_factor", "rope_scaling")
-        | {"model_type": "deepseek", "num_hidden_layers": 28, "max_position_embeddings": 4096}
-        | latent
-    )
-    assert config == load_preset("deepseek-moe-16b")
+def test_a_deepseek_model_without_a_latent_is_a_moe_16b():
+    latent = {"q_lora_rank": None, "kv_lora_rank": None}
+    assert model_config_from_hf(MOE_16B | latent) == load_preset("deepseek-moe-16b")
 
 
 def test_the_old_misspelling_of_greedy_is_read():
@@ -321,8 +160,9 @@ def test_later_models_are_refused_by_name(model_type, extra, name):
         (V2_LITE | {"topk_method": "random"}, "topk_method: 'random' is not supported"),
         (V2_LITE | {"kv_lora_rank": None}, "kv_lora_rank is needed"),
         (V2_LITE | {"kv_lora_rank": 512.5}, "kv_lora_rank: needed is a value of type int"),
-        (without(V3, "n_group"), "lacks n_group"),
-        (without(LLAMA, "vocab_size", "hidden_size"), "lacks hidden_size, vocab_size"),
+        (without(V3, "n_group"), "n_group: missing"),
+        (without(QWEN3, "head_dim"), "head_dim: missing"),
+        (without(LLAMA, "vocab_size", "hidden_size"), "hidden_size: missing\nvocab_size: missing"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -359,7 +199,107 @@ def test_null_groups_and_a_list_of_end_tokens_are_read():
     assert model_config_from_hf(V2_LITE | groups) == model_config_from_hf(V2_LITE)
 
 
+@pytest.mark.parametrize(("given", "layers"), [({}, 0), ({"num_nextn_predict_layers": 2}, 2)])
+def test_mtp_layers_are_as_many_as_the_file_says(given, layers):
+    config = model_config_from_hf(without(V3, "num_nextn_predict_layers") | given)
+    assert config.num_nextn_predict_layers == layers
+
+
 def test_key_value_heads_default_to_the_query_heads():
     config = model_config_from_hf(without(LLAMA, "num_key_value_heads"))
     assert config.num_key_value_heads == 32
     assert config == model_config_from_hf(LLAMA)
+
+
+def test_attention_factor_is_read_and_attn_factor_is_not():
+    """R1-0528-Qwen3-8B has the latter, which transformers does not read either."""
+    assert model_config_from_hf(QWEN3).rope_scaling.attention_factor is None
+    scaling = without(QWEN3["rope_scaling"], "attn_factor") | {"attention_factor": 1}
+    config = model_config_from_hf(QWEN3 | {"rope_scaling": scaling})
+    assert config.rope_scaling.attention_factor == 1.0
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (V3 | {"topk_metod": "greedy"}, "topk_metod: .* the nearest known key is topk_method"),
+        (QWEN2_DISTILL | {"use_mrope": True}, "use_mrope: only False is supported, got True"),
+        (
+            V3 | {"rope_scaling": V3["rope_scaling"] | {"beta_fats": 32}},
+            r"rope_scaling.beta_fats: .* the nearest known key is beta_fast",
+        ),
+        (LLAMA | {"xyz": list(range(1000))}, r"xyz: unknown, .* \(\[0, 1, 2.{0,30}\.\.\.\]\)$"),
+    ],
+)
+def test_an_unknown_key_is_named_with_the_nearest_known_one(config, message):
+    with pytest.raises(UserError, match=message):
+        model_config_from_hf(config)
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "message"),
+    [
+        ("rms_norm_eps", "NaN", "rms_norm_eps: needed is a finite number, got nan"),
+        ("rope_theta", "1e400", "rope_theta: needed is a finite number, got inf"),
+        ("routed_scaling_factor", "-Infinity", "routed_scaling_factor: needed is a finite number"),
+        ("routed_scaling_factor", "-2.5", "routed_scaling_factor must be positive"),
+        ("hidden_size", "NaN", "hidden_size: needed is a value of type int, got nan"),
+        ("hidden_size", "-7168", "hidden_size must be at least 1, got -7168"),
+        ("hidden_size", "0", "hidden_size must be at least 1, got 0"),
+        ("hidden_size", "true", "hidden_size: needed is a value of type int, got True"),
+        ("hidden_size", '"7168"', "hidden_size: needed is a value of type int, got '7168'"),
+        ("hidden_size", "7168.0", "hidden_size: needed is a value of type int, got 7168.0"),
+        ("vocab_size", "1" + "0" * 400, "vocab_size: needed is a number up to 2147483647"),
+        ("rms_norm_eps", "1" + "0" * 400, "rms_norm_eps: needed is a number up to 2147483647"),
+        ("rms_norm_eps", "false", "rms_norm_eps: needed is a value of type float, got False"),
+        ("norm_topk_prob", "1", "norm_topk_prob: needed is a value of type bool, got 1"),
+        ("moe_layer_freq", "true", "moe_layer_freq: only 1 is supported, got True"),
+        ("attention_bias", "0", "attention_bias: only False is supported, got 0"),
+        ("eos_token_id", "[]", "eos_token_id: needed is a value of type int"),
+        ("eos_token_id", '["1"]', "eos_token_id: needed is a value of type int, got '1'"),
+        ("model_type", '["deepseek_v3"]', "model_type: .* is not supported"),
+        ("topk_method", "[]", "topk_method: .* is not supported"),
+        ("layer_types", "3", "layer_types: only 'full_attention' is supported, got 3"),
+    ],
+)
+def test_numbers_that_are_none_or_absurd_are_refused_with_the_key(key, text, message):
+    line = json.dumps(V3 | {key: "@"}).replace('"@"', text)
+    with pytest.raises(UserError, match=message):
+        model_config_from_hf(json.loads(line))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"factor": float("nan")}, "factor: needed is a finite number"),
+        ({"factor": 0.5}, "factor must be at least 1"),
+        ({"original_max_position_embeddings": 0}, "embeddings: must be positive, got 0"),
+        ({"beta_fast": -32}, "beta_fast: must be positive, got -32.0"),
+        ({"mscale": -1}, "mscale: must be zero or more, got -1.0"),
+        ({"beta_slow": True}, "beta_slow: needed is a value of type float, got True"),
+        ({"low_freq_factor": 4, "high_freq_factor": 4}, "high_freq_factor: must be above"),
+    ],
+)
+def test_rope_numbers_that_make_no_frequencies_are_refused(change, message):
+    with pytest.raises(UserError, match=f"rope_scaling.{message}|rope_scaling.*{message}"):
+        model_config_from_hf(V3 | {"rope_scaling": V3["rope_scaling"] | change})
+
+
+def test_problems_of_every_kind_are_reported_together():
+    config = without(V3, "n_group") | {
+        "hidden_size": "7168",
+        "new_trick": 3,
+        "rope_scaling": V3["rope_scaling"] | {"factor": "40", "trick": 1},
+        "use_mrope": True,
+    }
+    with pytest.raises(UserError) as error:
+        model_config_from_hf(config)
+    named = [line.split(":")[0] for line in str(error.value).splitlines()[1:]]
+    assert named == [
+        "hidden_size",
+        "n_group",
+        "new_trick",
+        "rope_scaling.factor",
+        "rope_scaling.trick",
+        "use_mrope",
+    ]

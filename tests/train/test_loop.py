@@ -41,6 +41,7 @@ class Recorder:
             loader=self,
             validation=SimpleNamespace(batches=[self.batch()]),
             text_fingerprint="text",
+            source=None,
             folder=SimpleNamespace(log=self.log, path="folder"),
             store=SimpleNamespace(save=self.save),
             flops_per_token=1.0,

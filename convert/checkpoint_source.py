@@ -1,0 +1,205 @@
+"""A checkpoint of jaxseek as the tensors of a Hugging Face folder, read one at a time.
+
+Checkpoints know logical shapes only, so what comes out does not depend on the mesh of the run, nor
+on whether there is optimizer state beside the parameters.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from convert import dtypes
+from convert.checkpoint_folder import find_step
+from convert.import_plan import CORRECTION_BIAS, DtypeChoice, stored_dtype
+from convert.names import HFTensor, checkpoint_leaf, hf_tensors
+from convert.to_jax import MTP_FILE
+from jaxseek.checkpoint_arrays import chunk_file, open_array, read_slice
+from jaxseek.checkpoint_files import (
+    ARRAYS_FOLDER,
+    Checksum,
+    Manifest,
+    changed_files,
+    read_manifest,
+)
+from jaxseek.config import ModelConfig
+from jaxseek.errors import UserError
+from jaxseek.paths import HF_FILES, TOKENIZER
+from jaxseek.schema import from_values
+
+# A tensor of more bytes is read in several blocks, each of about this many.
+_BLOCK_BYTES = 64 << 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointSource:
+    """One complete step of a run or of a converted model.
+
+    Attributes:
+        folder: of the step.
+        root: the run folder, or that of the converted model.
+        config: of the model.
+        source: what is known of the Hugging Face folder that the model came from: its `config`
+            and, under `dtypes`, that of each tensor; `None` for a model trained from nothing.
+        tensors: of the parameters, by Hugging Face name.
+        dtypes: what each tensor is exported as.
+    """
+
+    folder: Path
+    root: Path
+    manifest: Manifest
+    config: ModelConfig
+    source: Mapping[str, Any] | None
+    tensors: Mapping[str, HFTensor]
+    dtypes: Mapping[str, str]
+
+    @property
+    def mtp_file(self) -> Path | None:
+        """Where the tensors of MTP layers are kept, if there are any."""
+        return self.folder / MTP_FILE if MTP_FILE in self.manifest.files else None
+
+    @property
+    def carried_files(self) -> list[Path]:
+        """Tokenizer and whatever else travels along."""
+        found: dict[str, Path] = {}
+        for name in (TOKENIZER, HF_FILES):  # of two files of one name the original wins
+            folder = self.root / name
+            if folder.is_dir():
+                found |= {path.name: path for path in sorted(folder.iterdir()) if path.is_file()}
+        return list(found.values())
+
+    def verify(self) -> None:
+        """Compare files with their checksums: all but those that `blocks` compares as it reads.
+
+        Raises:
+            UserError: naming those that have changed.
+        """
+        chunks = {self._chunk(tensor) for tensor in self.tensors.values()}
+        if changed := changed_files(self.folder, besides=chunks):
+            raise self._damaged(changed)
+
+    def values(self, name: str, *, dtype: str) -> np.ndarray:
+        """All values of a tensor, flat; for small ones."""
+        return np.concatenate([b.reshape(-1) for _, b in self.blocks(name, dtype=dtype)])
+
+    def blocks(self, name: str, *, dtype: str | None = None) -> Iterator[tuple[int, np.ndarray]]:
+        """A tensor's values in its exported dtype, or in `dtype`, C-contiguous, in one block or
+        several: how many values come before the block, and the block. Blocks of memory-mapped files
+        are read-only.
+
+        Raises:
+            UserError: an array that cannot be read, or a file that has changed.
+        """
+        tensor = self.tensors[name]
+        (path,) = tensor.paths
+        array = self._array(path)
+        rows_in_all = tensor.part_shape[tensor.order[0]] if tensor.order else 1
+        row = math.prod(tensor.part_shape) // rows_in_all
+        rows = max(1, _BLOCK_BYTES // max(1, row * array.dtype.numpy_dtype.itemsize))
+        read = functools.partial(read_slice, array, index=tensor.index, order=tensor.order)
+        whole = None
+        try:
+            if chunk := self._chunk(tensor):
+                whole = read()  # a map: nothing is read yet
+                self._check_chunk(chunk, whole)
+            for start in range(0, rows_in_all, rows):
+                part = slice(start, min(start + rows, rows_in_all))
+                values = read(rows=part) if whole is None else whole[part]
+                yield start * row, dtypes.cast(values, dtype or self.dtypes[name])
+        except (OSError, ValueError) as error:
+            raise UserError(f"{self.folder}: {path} cannot be read: {error}.") from error
+
+    def _chunk(self, tensor: HFTensor) -> str | None:
+        """The file that holds a tensor and nothing else, as a converted model has them."""
+        index = tensor.index + (0,) * len(tensor.part_shape)
+        leaf = checkpoint_leaf(tensor.paths[0])
+        file = chunk_file(Path(ARRAYS_FOLDER), leaf, index).as_posix()
+        record = self.manifest.files.get(file)
+        itemsize = np.dtype(self.manifest.leaves[leaf].dtype).itemsize
+        return file if record and record.size == math.prod(tensor.shape) * itemsize else None
+
+    def _check_chunk(self, file: str, values: np.ndarray) -> None:
+        recorded = self.manifest.files[file].checksum
+        checksum = Checksum(recorded.partition(":")[0])
+        checksum.update(values)
+        if checksum.text() != recorded:
+            raise self._damaged([file])
+
+    def _damaged(self, files: Sequence[str]) -> UserError:
+        return UserError(
+            f"{self.folder} is damaged; these files have changed since they were written: "
+            f"{', '.join(files[:20])}{' ...' if len(files) > 20 else ''}. Restore them from a "
+            "copy, or convert again."
+        )
+
+    @functools.cached_property
+    def _opened(self) -> dict[str, Any]:
+        return {}
+
+    def _array(self, path: str) -> Any:
+        if path not in self._opened:
+            self._opened[path] = open_array(self.folder / ARRAYS_FOLDER, checkpoint_leaf(path))
+        return self._opened[path]
+
+
+def open_checkpoint(
+    path: Path, *, dtype: DtypeChoice = "keep", step: int | None = None
+) -> CheckpointSource:
+    """The newest complete step of a run folder, of a converted model, of their `checkpoints/`, or
+    the step whose folder `path` is.
+
+    Args:
+        dtype: what tensors are exported as; `keep` is what they were in the folder that the model
+            came from, and what the checkpoint holds for a model trained from nothing.
+        step: this one instead of the newest.
+
+    Raises:
+        UserError: there is no such checkpoint, or it is not complete.
+    """
+    folder = find_step(path, step=step)
+    manifest = read_manifest(folder)
+    if "model" not in manifest.metadata:
+        raise UserError(f"{folder} does not say which model it is; it is no run's checkpoint.")
+    config = from_values(ModelConfig, manifest.metadata["model"], origin=str(folder))
+    source = manifest.metadata.get("source")
+    tensors = hf_tensors(config)
+    opened = CheckpointSource(
+        folder=folder,
+        root=folder.parent.parent,
+        manifest=manifest,
+        config=config,
+        source=source,
+        tensors=tensors,
+        dtypes={
+            name: stored_dtype(name, _base_dtype(name, tensor, manifest, source), dtype)
+            for name, tensor in tensors.items()
+        },
+    )
+    return dataclasses.replace(opened, dtypes={**opened.dtypes, **_wider_biases(opened)})
+
+
+def _wider_biases(source: CheckpointSource) -> dict[str, str]:
+    """float32 for the correction biases that training has moved off the values which the dtype of
+    the folder they came from can hold: rounded, they would choose other experts.
+    """
+    exact = {}
+    for name in source.tensors:
+        if name.endswith(CORRECTION_BIAS):
+            narrow = source.values(name, dtype=source.dtypes[name])
+            if not np.array_equal(dtypes.cast(narrow, "F32"), source.values(name, dtype="F32")):
+                exact[name] = "F32"
+    return exact
+
+
+def _base_dtype(
+    name: str, tensor: HFTensor, manifest: Manifest, source: Mapping[str, Any] | None
+) -> str:
+    if source:
+        known = source["dtypes"]
+        return known["exceptions"].get(name, known["default"])
+    leaf = manifest.leaves[checkpoint_leaf(tensor.paths[0])]
+    return dtypes.name_of(np.dtype(leaf.dtype))

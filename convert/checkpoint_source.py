@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from convert import dtypes
 from convert.checkpoint_folder import find_step
+from convert.files import dtypes
 from convert.import_plan import CORRECTION_BIAS, DtypeChoice, stored_dtype
 from convert.names import HFTensor, checkpoint_leaf, hf_tensors
 from convert.to_jax import MTP_FILE

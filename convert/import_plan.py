@@ -14,11 +14,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from convert import dtypes
-from convert.dequant import dequantise
-from convert.fp8_tensors import FP8, RELEASED_BLOCK, SCALE_SUFFIX, check_scales, find_scales
+from convert.files import dtypes
+from convert.files.dequant import dequantise
+from convert.files.fp8_tensors import FP8, RELEASED_BLOCK, SCALE_SUFFIX, check_scales, find_scales
+from convert.files.hf_folder import HFFolder
+from convert.files.tensor_info import TensorInfo
 from convert.hf_config import model_config_from_hf
-from convert.hf_folder import HFFolder
 from convert.names import (
     HFTensor,
     expert_layout,
@@ -28,7 +29,6 @@ from convert.names import (
     problems,
     refuse,
 )
-from convert.tensor_info import TensorInfo
 from jaxseek.config import ModelConfig
 from jaxseek.errors import UserError
 

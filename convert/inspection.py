@@ -4,14 +4,14 @@ import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from convert import dtypes
 from convert.checkpoint_folder import is_checkpoint
 from convert.checkpoint_source import CheckpointSource, open_checkpoint
-from convert.hf_folder import HFFolder, open_hf_folder
+from convert.files import dtypes
+from convert.files.hf_folder import HFFolder, open_hf_folder
+from convert.files.safetensors_file import read_header
 from convert.import_plan import ImportPlan, plan_import
 from convert.names import HFTensor, checkpoint_leaf
 from convert.progress import count_dtypes, human_bytes, info_dtypes, print_dtypes
-from convert.safetensors_file import read_header
 from jaxseek.config import ModelConfig, ModelType
 
 _FAMILIES: dict[ModelType, str] = {

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
-from convert import dtypes
+from convert.files import dtypes
 from convert.import_plan import ImportPlan
 from convert.names import HFTensor
 from convert.pipeline import Job, run_all

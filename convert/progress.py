@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from convert.tensor_info import TensorInfo
+from convert.files.tensor_info import TensorInfo
 
 
 class Progress:

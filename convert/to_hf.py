@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from convert import dtypes
 from convert.checkpoint_source import CheckpointSource, open_checkpoint
+from convert.files import dtypes
+from convert.files.safetensors_file import SafetensorsWriter, read_header
+from convert.files.tensor_info import TensorInfo
 from convert.hf_config_export import Compat, generation_config, hf_config
 from convert.import_plan import DtypeChoice
 from convert.pipeline import Job, run_all
 from convert.progress import Progress, Summary, count_dtypes
-from convert.safetensors_file import SafetensorsWriter, read_header
 from convert.staging import new_folder
-from convert.tensor_info import TensorInfo
 from jaxseek.errors import UserError
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"

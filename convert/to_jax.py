@@ -17,13 +17,13 @@ from pathlib import Path
 
 import numpy as np
 
-from convert import dtypes
-from convert.hf_folder import open_hf_folder
+from convert.files import dtypes
+from convert.files.hf_folder import open_hf_folder
+from convert.files.safetensors_file import SafetensorsWriter
 from convert.import_plan import DtypeChoice, ImportPlan, plan_import
 from convert.names import checkpoint_leaf
 from convert.pipeline import Job, run_all
 from convert.progress import Progress, Summary, count_dtypes
-from convert.safetensors_file import SafetensorsWriter
 from convert.staging import new_folder
 from jaxseek.checkpoint_arrays import chunk_file, create_raw_array, write_orbax_metadata
 from jaxseek.checkpoint_files import (

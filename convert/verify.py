@@ -5,12 +5,12 @@ import dataclasses
 from pathlib import Path
 
 from convert.checkpoint_source import open_checkpoint
-from convert.comparison import Comparison, compare, total_bytes
-from convert.hf_folder import CONFIG_FILE, open_hf_folder
+from convert.files.hf_folder import CONFIG_FILE, open_hf_folder
 from convert.import_plan import plan_import
-from convert.logits import check_logits
 from convert.progress import Progress, human_bytes, peak_memory
-from convert.weight_sources import CheckpointWeights, FolderWeights, WeightSource
+from convert.verification.comparison import Comparison, compare, total_bytes
+from convert.verification.logits import check_logits
+from convert.verification.weight_sources import CheckpointWeights, FolderWeights, WeightSource
 from jaxseek.checkpoint_files import changed_files
 from jaxseek.config import ModelConfig
 

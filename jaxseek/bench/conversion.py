@@ -24,13 +24,13 @@ from pathlib import Path
 
 import numpy as np
 
-from convert.dtypes import NUMPY
+from convert.files.dtypes import NUMPY
+from convert.files.hf_folder import open_hf_folder
+from convert.files.safetensors_file import SafetensorsWriter
 from convert.hf_config_export import hf_config
-from convert.hf_folder import open_hf_folder
 from convert.import_plan import stored_dtype
 from convert.names import hf_tensors
 from convert.progress import human_bytes
-from convert.safetensors_file import SafetensorsWriter
 from convert.to_hf import CONFIG, plan_shards, write_index, write_json
 from jaxseek.config import ModelConfig
 from jaxseek.presets import load_preset

@@ -102,8 +102,8 @@ def _folder_model(path: Path) -> Settings:
 
 
 def _hf_config(path: Path) -> ModelConfig:
+    from convert.files.hf_folder import open_hf_folder
     from convert.hf_config import model_config_from_hf
-    from convert.hf_folder import open_hf_folder
 
     with open_hf_folder(path) as folder:  # damaged weights are found now, before JAX starts
         try:

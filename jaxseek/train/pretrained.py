@@ -15,7 +15,7 @@ from jax import Array
 
 from convert.checkpoint_folder import is_checkpoint
 from convert.checkpoint_source import CheckpointSource, open_checkpoint
-from convert.hf_folder import open_hf_folder
+from convert.files.hf_folder import open_hf_folder
 from convert.import_plan import ImportPlan, plan_import
 from convert.load import load_params
 from convert.names import HFTensor, expert_layout, hf_tensors, is_mtp, problems, refuse

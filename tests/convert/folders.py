@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from convert.__main__ import main
-from convert.dtypes import NUMPY, name_of
+from convert.files.dtypes import NUMPY, name_of
+from convert.files.safetensors_file import SafetensorsWriter
 from convert.hf_config_export import hf_config
 from convert.names import hf_tensors
-from convert.safetensors_file import SafetensorsWriter
 from jaxseek.cli import run_main
 from jaxseek.config import ModelConfig
 from jaxseek.data.tokenizer import TextTokenizer, train_tokenizer

@@ -11,8 +11,8 @@ import pytest
 
 from convert import pipeline
 from convert import to_jax as to_jax_module
-from convert.dequant import dequantise
-from convert.hf_folder import open_hf_folder
+from convert.files.dequant import dequantise
+from convert.files.hf_folder import open_hf_folder
 from convert.names import params_from_hf, params_to_hf
 from convert.to_hf import parse_size, plan_shards, to_hf
 from convert.to_jax import to_jax

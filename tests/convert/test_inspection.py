@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from convert import hf_folder
+from convert.files import hf_folder
 from convert.progress import human_bytes
 from convert.to_jax import to_jax
 from jaxseek.model import parameter_count

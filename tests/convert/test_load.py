@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import convert.load
-from convert import dtypes
-from convert.hf_folder import open_hf_folder
+from convert.files import dtypes
+from convert.files.hf_folder import open_hf_folder
 from convert.import_plan import ImportPlan, plan_import
 from convert.load import load_params
 from convert.names import params_from_hf

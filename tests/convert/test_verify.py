@@ -12,10 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from convert import checkpoint_source, logits, weight_sources
-from convert.dtypes import NUMPY
+from convert import checkpoint_source
+from convert.files.dtypes import NUMPY
 from convert.to_hf import to_hf
 from convert.to_jax import to_jax
+from convert.verification import logits, weight_sources
 from jaxseek.config import ModelConfig
 from tests.convert.folders import INDEX, main_with, write_folder, write_weights
 from tests.tiny import TINY

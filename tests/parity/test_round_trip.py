@@ -14,7 +14,7 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from convert.hf_folder import open_hf_folder
+from convert.files.hf_folder import open_hf_folder
 from convert.import_plan import plan_import
 from convert.load import load_params
 from convert.names import params_to_hf

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from convert.dtypes import NUMPY
-from convert.hf_folder import open_hf_folder
-from convert.tensor_info import TensorInfo
-from convert.torch_file import read_torch_file
+from convert.files.dtypes import NUMPY
+from convert.files.hf_folder import open_hf_folder
+from convert.files.tensor_info import TensorInfo
+from convert.files.torch_file import read_torch_file
 from jaxseek.errors import UserError
 
 DTYPES = {

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from convert import logits
-from convert.hf_folder import open_hf_folder
+from convert.files.hf_folder import open_hf_folder
 from convert.import_plan import plan_import
 from convert.to_hf import to_hf
 from convert.to_jax import to_jax
-from convert.weight_sources import FolderWeights
+from convert.verification import logits
+from convert.verification.weight_sources import FolderWeights
 from jaxseek.ops import rope
 from tests.convert.folders import main_with, write_folder, write_weights
 from tests.tiny import TINY

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from convert.files.safetensors_file import read_header
 from convert.names import hf_tensors
-from convert.safetensors_file import read_header
 from convert.to_hf import to_hf
 from convert.to_jax import to_jax
 from jaxseek.checkpoint_files import read_manifest

@@ -15,10 +15,10 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from convert import torch_pickle
-from convert.dtypes import NUMPY
-from convert.tensor_info import TensorInfo
-from convert.torch_pickle import Storage, Tensor
+from convert.files import torch_pickle
+from convert.files.dtypes import NUMPY
+from convert.files.tensor_info import TensorInfo
+from convert.files.torch_pickle import Storage, Tensor
 from jaxseek.errors import UserError
 
 # Bytes of a pickle or of the zip directory: each has some 200 per tensor, so that the largest

@@ -13,9 +13,9 @@ import pytest
 import safetensors
 import safetensors.numpy
 
-from convert import safetensors_file
-from convert.dtypes import NUMPY
-from convert.safetensors_file import SafetensorsWriter, read_header
+from convert.files import safetensors_file
+from convert.files.dtypes import NUMPY
+from convert.files.safetensors_file import SafetensorsWriter, read_header
 from jaxseek.errors import UserError
 
 Entry = dict[str, object]

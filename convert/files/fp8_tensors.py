@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from convert.dequant import block_of, scale_shape
-from convert.tensor_info import TensorInfo
+from convert.files.dequant import block_of, scale_shape
+from convert.files.tensor_info import TensorInfo
 
 FP8 = "F8_E4M3"
 SCALE_SUFFIX = "_scale_inv"  # a multiplier all the same

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from convert import dtypes
+from convert.files import dtypes
 from convert.names import hf_tensors
 from convert.progress import human_bytes
-from convert.weight_sources import FolderWeights, WeightSource
+from convert.verification.weight_sources import FolderWeights, WeightSource
 
 TOLERANCE = 1e-4  # largest difference, in standard deviations of the logits; as in tests/parity
 # Long enough for mistakes in rotary positions; several sequences, see `_verdict`.

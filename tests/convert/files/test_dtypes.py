@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from convert.dtypes import FLOATS, NUMPY, cast, name_of, widest
+from convert.files.dtypes import FLOATS, NUMPY, cast, name_of, widest
 from jaxseek.errors import UserError
 
 

@@ -15,11 +15,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from convert.dtypes import NUMPY
-from convert.tensor_info import TensorInfo
-from convert.torch_file import read_torch_file
+from convert.files.dtypes import NUMPY
+from convert.files.tensor_info import TensorInfo
+from convert.files.torch_file import read_torch_file
 from jaxseek.errors import UserError
-from tests.convert.torch_archives import (
+from tests.convert.files.torch_archives import (
     ORDERED_DICT,
     Attributes,
     Call,

@@ -7,10 +7,16 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from convert import dtypes
+from convert.files import dtypes
 from convert.pipeline import Job, run_all
 from convert.progress import Progress
-from convert.weight_sources import FolderWeights, WeightSource, nbytes, row_size, row_spans
+from convert.verification.weight_sources import (
+    FolderWeights,
+    WeightSource,
+    nbytes,
+    row_size,
+    row_spans,
+)
 
 # The bits that are all set in infinities and NaN, and in nothing else.
 _EXPONENT = {"F16": 0x7C00, "BF16": 0x7F80, "F32": 0x7F80_0000, "F64": 0x7FF0_0000_0000_0000}

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from pathlib import Path
 
-from convert import dtypes
+from convert.files import dtypes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

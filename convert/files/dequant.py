@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from convert.dtypes import NUMPY, cast, name_of
+from convert.files.dtypes import NUMPY, cast, name_of
 from jaxseek.errors import UserError
 
 # Codes to values by table lookup: ten times as fast as the cast of ml_dtypes.

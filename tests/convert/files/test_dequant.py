@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from convert.dequant import block_of, dequantise, scale_shape
+from convert.files.dequant import block_of, dequantise, scale_shape
 from jaxseek.errors import UserError
 
 E4M3, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu

@@ -12,12 +12,12 @@ from typing import Protocol
 
 import numpy as np
 
-from convert import dtypes
 from convert.checkpoint_source import CheckpointSource
+from convert.files import dtypes
+from convert.files.safetensors_file import read_header
+from convert.files.tensor_info import TensorInfo
 from convert.import_plan import ImportPlan
 from convert.names import hf_tensors
-from convert.safetensors_file import read_header
-from convert.tensor_info import TensorInfo
 from jaxseek.config import ModelConfig
 
 _BLOCK_BYTES = 4 << 20

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from convert import strict_json
-from convert.safetensors_file import read_header
-from convert.tensor_info import TensorInfo
+from convert.files import strict_json
+from convert.files.safetensors_file import read_header
+from convert.files.tensor_info import TensorInfo
 from jaxseek.errors import UserError
 
 _PART = re.compile(r"(?P<name>.+)-(?P<number>\d{1,6})-of-(?P<total>\d{1,6})\.[a-z]+")
@@ -36,7 +36,7 @@ class _Container:
 
 
 def _read_torch(path: Path) -> dict[str, TensorInfo]:
-    from convert.torch_file import read_torch_file  # few folders have such files
+    from convert.files.torch_file import read_torch_file  # few folders have such files
 
     return read_torch_file(path)
 

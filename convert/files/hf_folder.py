@@ -9,10 +9,10 @@ from typing import Any, Self
 
 import numpy as np
 
-from convert import strict_json
-from convert.dtypes import NUMPY
-from convert.tensor_info import TensorInfo
-from convert.weight_files import find_weights
+from convert.files import strict_json
+from convert.files.dtypes import NUMPY
+from convert.files.tensor_info import TensorInfo
+from convert.files.weight_files import find_weights
 from jaxseek.checkpoint_files import MANIFEST_FILE
 from jaxseek.errors import UserError
 

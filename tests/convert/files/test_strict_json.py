@@ -2,7 +2,7 @@
 
 import pytest
 
-from convert import strict_json
+from convert.files import strict_json
 
 
 def test_a_byte_order_mark_changes_nothing():

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from convert import weight_files
-from convert.dtypes import NUMPY
-from convert.hf_folder import HFFolder, open_hf_folder
-from convert.safetensors_file import SafetensorsWriter
-from convert.tensor_info import TensorInfo
+from convert.files import weight_files
+from convert.files.dtypes import NUMPY
+from convert.files.hf_folder import HFFolder, open_hf_folder
+from convert.files.safetensors_file import SafetensorsWriter
+from convert.files.tensor_info import TensorInfo
 from jaxseek.errors import UserError
 
 INDEX = "model.safetensors.index.json"
@@ -463,7 +463,7 @@ READ_ALL = """
 import sys
 from pathlib import Path
 import numpy as np
-from convert.hf_folder import open_hf_folder
+from convert.files.hf_folder import open_hf_folder
 
 def peak():
     status = Path("/proc/self/status").read_text()

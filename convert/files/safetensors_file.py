@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from convert import strict_json
-from convert.dtypes import NUMPY
-from convert.tensor_info import TensorInfo
+from convert.files import strict_json
+from convert.files.dtypes import NUMPY
+from convert.files.tensor_info import TensorInfo
 from jaxseek.errors import UserError
 
 _LENGTH_BYTES = 8

@@ -1,37 +1,51 @@
 """`python -m convert`."""
 
-import signal
+import functools
+import os
 import sys
+from collections.abc import Callable
 
+from convert import interruption
 from convert.cli import Arguments, parse_arguments
 from jaxseek.cli import run_main
+
+_PIPE_CLOSED = 141  # what a shell reports of a program that SIGPIPE has ended
 
 
 def main() -> int:
     """Do what the command line asks for; 1 where `verify` found a difference."""
     arguments = parse_arguments(sys.argv[1:])
-    # So that a conversion that is asked to end removes what it has written.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    return _run(arguments)
+    interruption.end_at_once()
+    command = _import_command(arguments)
+    interruption.end_by_exception()
+    try:
+        result = command()
+        sys.stdout.flush()
+    except BrokenPipeError:  # `... | head`: whoever reads has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        return _PIPE_CLOSED
+    return 1 if result is False else 0
 
 
-def _run(arguments: Arguments) -> int:
+def _import_command(arguments: Arguments) -> Callable[[], bool | None]:
+    """What is to be done; `False` is what `verify` returns where it found a difference."""
     source, other = arguments.source, arguments.other
     match arguments.command:
         case "inspect":
             from convert.inspection import inspect
 
-            inspect(source)
+            return functools.partial(inspect, source)
         case "to-jax":
             from convert.to_jax import to_jax
 
             assert other is not None
-            to_jax(source, other, dtype=arguments.dtype).print()
+            return lambda: to_jax(source, other, dtype=arguments.dtype).print()
         case "to-hf":
             from convert.to_hf import parse_size, to_hf
 
             assert other is not None
-            summary = to_hf(
+            export = functools.partial(
+                to_hf,
                 source,
                 other,
                 dtype=arguments.dtype,
@@ -39,12 +53,11 @@ def _run(arguments: Arguments) -> int:
                 compat=arguments.hf_compat,
                 step=arguments.step,
             )
-            summary.print()
+            return lambda: export().print()
         case "verify":
             from convert.verify import verify
 
-            return 0 if verify(source, other, logits=arguments.logits) else 1
-    return 0
+            return functools.partial(verify, source, other, logits=arguments.logits)
 
 
 if __name__ == "__main__":

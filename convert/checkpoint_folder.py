@@ -1,10 +1,14 @@
 """Which step's folder a path stands for. No JAX here."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
-from jaxseek.checkpoint_files import MANIFEST_FILE, incompleteness, step_of
+from convert.staging import unfinished
+from jaxseek.checkpoint_files import MANIFEST_FILE, incompleteness, read_manifest, step_of
+from jaxseek.config import ModelConfig
 from jaxseek.errors import UserError
 from jaxseek.paths import CHECKPOINTS
+from jaxseek.schema import from_values
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -37,18 +41,47 @@ def find_step(path: Path, *, step: int | None = None) -> Path:
     store = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
     if not store.is_dir():
         raise UserError(f"{path}: there is no such folder.")
-    complete = [
-        number
+    steps = {
+        number: incompleteness(folder)
         for folder in store.iterdir()
-        if (number := step_of(folder)) is not None and incompleteness(folder) is None
-    ]
+        if (number := step_of(folder)) is not None
+    }
+    complete = [number for number, problem in steps.items() if problem is None]
     if step is None and complete:
         return store / str(max(complete))
     if step in complete:
         return store / str(step)
-    if (path / "config.json").is_file():
-        hint = "It looks like a Hugging Face folder; to-jax and --model take that."
-    else:
-        hint = f"Complete steps: {', '.join(map(str, sorted(complete))) or 'none'}."
+    if problem := unfinished(path):
+        raise UserError(problem)
     which = "no complete checkpoint" if step is None else f"no complete checkpoint {step}"
-    raise UserError(f"{path} holds {which} of jaxseek. {hint}")
+    raise UserError(f"{path} holds {which} of jaxseek. {_hint(path, steps)}")
+
+
+def _hint(path: Path, steps: Mapping[int, str | None]) -> str:
+    """What there is instead of a complete step; `steps` has what is wrong with each."""
+    if (path / "config.json").is_file():
+        return "It looks like a Hugging Face folder; to-jax and --model take that."
+    complete = sorted(number for number, problem in steps.items() if problem is None)
+    hint = f"Complete steps: {', '.join(map(str, complete)) or 'none'}."
+    if not complete and steps:
+        hint += f" Step {max(steps)}: {steps[max(steps)]}."
+    return hint
+
+
+def owner_of(step: Path) -> Path | None:
+    """The run folder or the converted model that a step's folder is in; `None` for a step that was
+    copied elsewhere: what lies beside it there has nothing to do with it.
+    """
+    return step.parent.parent if step.parent.name == CHECKPOINTS else None
+
+
+def model_of(step: Path) -> ModelConfig:
+    """The model of a complete step.
+
+    Raises:
+        UserError: its metadata do not say which.
+    """
+    metadata = read_manifest(step).metadata
+    if "model" not in metadata:
+        raise UserError(f"{step} does not say which model it is; it is no run's checkpoint.")
+    return from_values(ModelConfig, metadata["model"], origin=str(step))

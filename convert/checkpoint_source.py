@@ -7,13 +7,14 @@ on whether there is optimizer state beside the parameters.
 import dataclasses
 import functools
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from convert.checkpoint_folder import find_step
+from convert.checkpoint_folder import find_step, model_of, owner_of
 from convert.files import dtypes
 from convert.import_plan import CORRECTION_BIAS, DtypeChoice, stored_dtype
 from convert.names import HFTensor, checkpoint_leaf, hf_tensors
@@ -21,15 +22,14 @@ from convert.to_jax import MTP_FILE
 from jaxseek.checkpoint_arrays import chunk_file, open_array, read_slice
 from jaxseek.checkpoint_files import (
     ARRAYS_FOLDER,
-    Checksum,
     Manifest,
     changed_files,
+    checksum_of,
     read_manifest,
 )
 from jaxseek.config import ModelConfig
 from jaxseek.errors import UserError
 from jaxseek.paths import HF_FILES, TOKENIZER
-from jaxseek.schema import from_values
 
 # A tensor of more bytes is read in several blocks, each of about this many.
 _BLOCK_BYTES = 64 << 20
@@ -41,7 +41,7 @@ class CheckpointSource:
 
     Attributes:
         folder: of the step.
-        root: the run folder, or that of the converted model.
+        owner: the run folder or converted model that it is in; `None` for a step copied elsewhere.
         config: of the model.
         source: what is known of the Hugging Face folder that the model came from: its `config`
             and, under `dtypes`, that of each tensor; `None` for a model trained from nothing.
@@ -50,7 +50,7 @@ class CheckpointSource:
     """
 
     folder: Path
-    root: Path
+    owner: Path | None
     manifest: Manifest
     config: ModelConfig
     source: Mapping[str, Any] | None
@@ -67,8 +67,8 @@ class CheckpointSource:
         """Tokenizer and whatever else travels along."""
         found: dict[str, Path] = {}
         for name in (TOKENIZER, HF_FILES):  # of two files of one name the original wins
-            folder = self.root / name
-            if folder.is_dir():
+            folder = self.owner and self.owner / name
+            if folder and folder.is_dir():
                 found |= {path.name: path for path in sorted(folder.iterdir()) if path.is_file()}
         return list(found.values())
 
@@ -86,13 +86,19 @@ class CheckpointSource:
         """All values of a tensor, flat; for small ones."""
         return np.concatenate([b.reshape(-1) for _, b in self.blocks(name, dtype=dtype)])
 
-    def blocks(self, name: str, *, dtype: str | None = None) -> Iterator[tuple[int, np.ndarray]]:
+    def blocks(
+        self, name: str, *, dtype: str | None = None, check: bool = True
+    ) -> Iterator[tuple[int, np.ndarray]]:
         """A tensor's values in its exported dtype, or in `dtype`, C-contiguous, in one block or
         several: how many values come before the block, and the block. Blocks of memory-mapped files
         are read-only.
 
+        Args:
+            check: compare a tensor's own file with its checksum first.
+
         Raises:
-            UserError: an array that cannot be read, or a file that has changed.
+            UserError: an array that cannot be read, a file that has changed, or a value beyond the
+                range of the dtype.
         """
         tensor = self.tensors[name]
         (path,) = tensor.paths
@@ -101,17 +107,25 @@ class CheckpointSource:
         row = math.prod(tensor.part_shape) // rows_in_all
         rows = max(1, _BLOCK_BYTES // max(1, row * array.dtype.numpy_dtype.itemsize))
         read = functools.partial(read_slice, array, index=tensor.index, order=tensor.order)
-        whole = None
-        try:
-            if chunk := self._chunk(tensor):
-                whole = read()  # a map: nothing is read yet
-                self._check_chunk(chunk, whole)
-            for start in range(0, rows_in_all, rows):
-                part = slice(start, min(start + rows, rows_in_all))
-                values = read(rows=part) if whole is None else whole[part]
-                yield start * row, dtypes.cast(values, dtype or self.dtypes[name])
-        except (OSError, ValueError) as error:
-            raise UserError(f"{self.folder}: {path} cannot be read: {error}.") from error
+        chunk = self._chunk(tensor)
+        if check and chunk:
+            self._check_chunk(chunk)
+        for start in range(0, rows_in_all, rows):
+            part = slice(start, min(start + rows, rows_in_all))
+            try:
+                values = read(rows=part)
+            except (OSError, ValueError) as error:
+                raise UserError(f"{self.folder}: {path} cannot be read: {error}.") from error
+            yield start * row, dtypes.cast_in_range(values, dtype or self.dtypes[name], name=name)
+
+    def release(self, name: str) -> None:
+        """Give the page cache of a tensor's file back to the system, where it has one of its own:
+        an export reads it once, and may be larger than memory. No array of it may be left.
+        """
+        chunk = self._chunk(self.tensors[name])
+        if chunk and hasattr(os, "posix_fadvise"):  # macOS has none
+            with (self.folder / chunk).open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _chunk(self, tensor: HFTensor) -> str | None:
         """The file that holds a tensor and nothing else, as a converted model has them."""
@@ -122,11 +136,10 @@ class CheckpointSource:
         itemsize = np.dtype(self.manifest.leaves[leaf].dtype).itemsize
         return file if record and record.size == math.prod(tensor.shape) * itemsize else None
 
-    def _check_chunk(self, file: str, values: np.ndarray) -> None:
+    def _check_chunk(self, file: str) -> None:
+        """Compare a file with its checksum; what it reads stays in the page cache."""
         recorded = self.manifest.files[file].checksum
-        checksum = Checksum(recorded.partition(":")[0])
-        checksum.update(values)
-        if checksum.text() != recorded:
+        if checksum_of(self.folder / file, recorded.partition(":")[0]) != recorded:
             raise self._damaged([file])
 
     def _damaged(self, files: Sequence[str]) -> UserError:
@@ -162,14 +175,12 @@ def open_checkpoint(
     """
     folder = find_step(path, step=step)
     manifest = read_manifest(folder)
-    if "model" not in manifest.metadata:
-        raise UserError(f"{folder} does not say which model it is; it is no run's checkpoint.")
-    config = from_values(ModelConfig, manifest.metadata["model"], origin=str(folder))
+    config = model_of(folder)
     source = manifest.metadata.get("source")
     tensors = hf_tensors(config)
     opened = CheckpointSource(
         folder=folder,
-        root=folder.parent.parent,
+        owner=owner_of(folder),
         manifest=manifest,
         config=config,
         source=source,

@@ -56,13 +56,13 @@ def _make_parser() -> argparse.ArgumentParser:
     _add_folder(inspect)
     to_jax = _add(commands, "to-jax", "a Hugging Face folder to a checkpoint of jaxseek")
     _add_folder(to_jax)
-    to_jax.add_argument("other", metavar="OUT", type=Path, help="the new folder")
+    to_jax.add_argument("other", metavar="OUT", type=_path, help="the new folder")
     _add_dtype(to_jax, keep="the files' own, bfloat16 for FP8")
     to_hf = _add(commands, "to-hf", "a run or a converted model to a Hugging Face folder")
     to_hf.add_argument(
-        "source", metavar="CHECKPOINT", type=Path, help="a run folder, a to-jax folder or one step"
+        "source", metavar="CHECKPOINT", type=_path, help="a run folder, a to-jax folder or one step"
     )
-    to_hf.add_argument("other", metavar="OUT", type=Path, help="the new folder")
+    to_hf.add_argument("other", metavar="OUT", type=_path, help="the new folder")
     _add_dtype(to_hf, keep="those of the folder the model came from, else the checkpoint's")
     to_hf.add_argument(
         "--shard-size",
@@ -82,7 +82,7 @@ def _make_parser() -> argparse.ArgumentParser:
     verify.add_argument(
         "other",
         metavar="CHECKPOINT",
-        type=Path,
+        type=_path,
         nargs="?",
         help="a run folder, a to-jax folder, one step, or another Hugging Face folder",
     )
@@ -92,12 +92,19 @@ def _make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _path(text: str) -> Path:
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise argparse.ArgumentTypeError(f"{text}: there is no such home folder") from error
+
+
 def _add(commands: typing.Any, name: Command, text: str) -> argparse.ArgumentParser:
     return commands.add_parser(name, help=text, description=text, allow_abbrev=False)
 
 
 def _add_folder(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="HF_DIR", type=Path, help="config.json and its weights")
+    parser.add_argument("source", metavar="HF_DIR", type=_path, help="config.json and its weights")
 
 
 def _add_dtype(parser: argparse.ArgumentParser, *, keep: str) -> None:

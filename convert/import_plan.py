@@ -124,6 +124,9 @@ class ImportPlan:
     def read(self, name: str, *, dtype: str, region: tuple[slice, ...] | None = None) -> np.ndarray:
         """A tensor's values, or those of a region of it, in its own layout; a view of the mapped
         file wherever nothing has to be computed.
+
+        Raises:
+            UserError: a value is beyond the range of `dtype`.
         """
         whole = self.folder.view(name)
         values = whole if region is None else whole[region]
@@ -137,7 +140,11 @@ class ImportPlan:
                 origin=(rows.start or 0, columns.start or 0),
                 dtype=self.dtypes[name],
             )
-        return dtypes.cast(values, dtype)
+        return dtypes.cast_in_range(values, dtype, name=name)
+
+    def forget(self, name: str) -> None:
+        """`release`, and let go of the file's pages too: nobody reads the tensor again."""
+        self.folder.forget(name)
 
     def release(self, name: str) -> None:
         """Let go of the memory that reading a tensor has mapped."""
@@ -261,8 +268,8 @@ def _notes(
         )
     elif config.num_nextn_predict_layers:
         notes.append(
-            f"config.json names {config.num_nextn_predict_layers} MTP layers, the files hold none; "
-            "nothing is missing for training."
+            f"MTP layers: config.json names {config.num_nextn_predict_layers}, the files hold "
+            "none; nothing is missing for training."
         )
     if buffers:
         notes.append(f"{len(buffers)} rotary_emb.inv_freq buffers are left out; config.json rules.")

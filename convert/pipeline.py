@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from convert import interruption
+
 # File system and checksums run outside the GIL. More threads than cores get in each other's way in
 # the page cache, and more than four only wait for the disk.
 _THREADS = min(4, os.cpu_count() or 1)
@@ -32,6 +34,7 @@ def run_all(jobs: Iterable[Job], *, done: Callable[[int], None]) -> None:
     with ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="convert") as pool:
         try:
             for job in jobs:
+                interruption.check()
                 while running and in_flight + job.nbytes > _BYTES_IN_FLIGHT:
                     in_flight -= _finish(running, done)
                 running.append((job, pool.submit(job.run)))

@@ -2,10 +2,11 @@
 
 import collections
 import dataclasses
+import io
 import resource
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,21 +93,38 @@ def info_dtypes(tensors: Iterable[TensorInfo]) -> dict[str, tuple[int, int, int]
 
 def print_dtypes(dtypes: dict[str, tuple[int, int, int]]) -> None:
     """The table of dtypes on stdout, with a total where there are several."""
+    rows = dict(dtypes)
+    if len(rows) > 1:
+        n, size, nbytes = (sum(column) for column in zip(*dtypes.values(), strict=True))
+        rows["in all"] = (n, size, nbytes)
+    print_table(
+        ("dtype", "tensors", "values", "size"),
+        [(dtype, f"{n:,}", f"{size:,}", human_bytes(b)) for dtype, (n, size, b) in rows.items()],
+    )
+
+
+def print_table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], *, width: int | None = None
+) -> None:
+    """A table on stdout whose first column is a name and whose others are numbers.
+
+    Args:
+        width: in characters, instead of that of the terminal.
+    """
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("dtype")
-    for column in ("tensors", "values", "size"):
+    table.add_column(columns[0], no_wrap=True)
+    for column in columns[1:]:
         table.add_column(column, justify="right")
-    rows = dict(dtypes)
-    if len(rows) > 1:
-        n, size, nbytes = (sum(column) for column in zip(*dtypes.values(), strict=True))
-        rows["in all"] = (n, size, nbytes)
-    for dtype, (n, size, nbytes) in rows.items():
-        table.add_row(dtype, f"{n:,}", f"{size:,}", human_bytes(nbytes))
-    Console(highlight=False).print(table)
+    for row in rows:
+        table.add_row(*row)
+    text = io.StringIO()  # to stdout, a Console ends the process itself where nobody reads on
+    styled = sys.stdout.isatty()
+    Console(file=text, force_terminal=styled, highlight=False, width=width).print(table)
+    print(text.getvalue(), end="")
 
 
 def human_bytes(nbytes: float) -> str:

@@ -14,7 +14,12 @@ from convert.checkpoint_source import CheckpointSource, open_checkpoint
 from convert.files import dtypes
 from convert.files.safetensors_file import SafetensorsWriter, read_header
 from convert.files.tensor_info import TensorInfo
-from convert.hf_config_export import Compat, generation_config, hf_config
+from convert.hf_config_export import (
+    Compat,
+    generation_config,
+    hf_config,
+    not_in_transformers,
+)
 from convert.import_plan import DtypeChoice
 from convert.pipeline import Job, run_all
 from convert.progress import Progress, Summary, count_dtypes
@@ -122,6 +127,9 @@ def _write_shard(
     def write(writer: SafetensorsWriter, name: str) -> None:
         for start, block in _mtp_blocks(mtp[name]) if name in mtp else source.blocks(name):
             writer.write(name, block, start=start)
+        block = None  # the last map of a chunk, which holds its pages
+        if name not in mtp:
+            source.release(name)
 
     with SafetensorsWriter(file, tensors) as writer:
         jobs = (
@@ -164,21 +172,22 @@ def _write_rest(folder: Path, source: CheckpointSource, *, main_dtype: str, comp
         original = source.source["config"]
         if main_dtype == source.source["main_dtype"]:  # what was said of the weights still holds
             claimed = _claimed_dtype(original) or main_dtype
-    config = hf_config(source.config, source=original, dtype=claimed, compat=compat)
-    write_json(folder / CONFIG, config)
     for file in source.carried_files:
         (folder / file.name).write_bytes(file.read_bytes())
     if not (folder / GENERATION_CONFIG).exists():
         write_json(folder / GENERATION_CONFIG, generation_config(source.config, source=original))
+    # Last, for without it nobody takes the rest for a model.
+    config = hf_config(source.config, source=original, dtype=claimed, compat=compat)
+    write_json(folder / CONFIG, config)
 
 
 def _notes(
     source: CheckpointSource, *, mtp: Mapping[str, TensorInfo], dtype: DtypeChoice
 ) -> list[str]:
-    notes = []
+    notes = [f"{line}." for line in not_in_transformers(source.config)]
     layers = source.config.num_nextn_predict_layers
     if layers and not mtp:
-        notes.append(f"config.json names {layers} MTP layers; this checkpoint holds none of them.")
+        notes.append(f"MTP layers: config.json names {layers}, this checkpoint holds none.")
     if source.source is None and dtype == "keep":
         notes.append("The weights are the run's own; --dtype bfloat16 halves float32 ones.")
     if not any(file.name == "tokenizer.json" for file in source.carried_files):

@@ -70,8 +70,8 @@ def to_jax(source: Path, out: Path, *, dtype: DtypeChoice = "keep") -> Summary:
         ):
             step = partial / CHECKPOINTS / str(STEP)
             (step / ARRAYS_FOLDER).mkdir(parents=True)
-            _write_step(plan, step, progress)
             copy_files(folder.carried_files(), partial / HF_FILES)
+            _write_step(plan, step, progress)  # complete with its last file, the manifest
         return Summary(
             dtypes=written,
             read=sum(folder.tensors[name].nbytes for name in names),
@@ -136,7 +136,7 @@ def _write_tensor(plan: ImportPlan, name: str, step: Path, known: dict[str, File
             index += (0,) * (len(tensor.leaf_order) - len(index))
             file = chunk_file(arrays, checkpoint_leaf(path), index)
             known[file.relative_to(step).as_posix()] = _write_chunk(file, chunk)
-    plan.release(name)
+    plan.forget(name)
 
 
 def _write_chunk(file: Path, chunk: np.ndarray) -> FileRecord:
@@ -162,7 +162,7 @@ def _write_mtp(plan: ImportPlan, file: Path, progress: Progress) -> None:
 
     def write(writer: SafetensorsWriter, name: str) -> None:
         writer.write(name, np.ascontiguousarray(plan.read(name, dtype=plan.dtypes[name])))
-        plan.release(name)
+        plan.forget(name)
 
     with SafetensorsWriter(file, {n: (plan.dtypes[n], infos[n].shape) for n in plan.kept}) as out:
         jobs = (

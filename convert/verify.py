@@ -7,7 +7,7 @@ from pathlib import Path
 from convert.checkpoint_source import open_checkpoint
 from convert.files.hf_folder import CONFIG_FILE, open_hf_folder
 from convert.import_plan import plan_import
-from convert.progress import Progress, human_bytes, peak_memory
+from convert.progress import Progress, human_bytes, peak_memory, print_table
 from convert.verification.comparison import Comparison, compare, total_bytes
 from convert.verification.logits import check_logits
 from convert.verification.weight_sources import CheckpointWeights, FolderWeights, WeightSource
@@ -15,6 +15,7 @@ from jaxseek.checkpoint_files import changed_files
 from jaxseek.config import ModelConfig
 
 _SHOWN = 20
+_WIDTH = 140  # whole names, even where a terminal is narrower or there is none
 
 
 def verify(source: Path, other: Path | None, *, logits: bool) -> bool:
@@ -158,17 +159,14 @@ def _why(other: WeightSource) -> str:
 
 
 def _print_differences(comparison: Comparison) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("tensor", no_wrap=True)
-    for column in ("values", "differing", "largest difference"):
-        table.add_column(column, justify="right")
-    for row in comparison.differences[:_SHOWN]:
-        table.add_row(row.name, f"{row.size:,}", f"{row.differing:,}", f"{row.largest:.3g}")
-    Console(highlight=False, width=140).print(table)
+    print_table(
+        ("tensor", "values", "differing", "largest difference"),
+        [
+            (row.name, f"{row.size:,}", f"{row.differing:,}", f"{row.largest:.3g}")
+            for row in comparison.differences[:_SHOWN]
+        ],
+        width=_WIDTH,
+    )
     _print_more(len(comparison.differences))
 
 

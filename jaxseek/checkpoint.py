@@ -41,6 +41,7 @@ from jaxseek.checkpoint_files import (
     check_writable,
     clear_the_way,
     delete_old,
+    free_bytes,
     incompleteness,
     read_manifest,
     record_files,
@@ -150,6 +151,34 @@ class CheckpointStore:
             raise self._save_failed(step, error) from error
         self._pending = step
         self._background = self._executor.submit(self._finish, step, leaves, metadata)
+
+    def missing_room(self, state: Any, *, saves: int) -> str | None:
+        """Why the next saves would fill the disk, and what to do; `None` where they would not.
+
+        Waits for the save in the background, as `wait` does: it takes room, and gives some back.
+
+        Args:
+          state: pytree of arrays, or of `jax.ShapeDtypeStruct`, in stored shapes.
+          saves: how many are to come, 1 or more; what `keep` deletes meanwhile makes room.
+
+        Raises:
+          UserError: the previous save failed.
+        """
+        self.wait()
+        assert self._keep is not None, "this store is open for reading only"
+        # A new checkpoint is complete before the oldest one goes.
+        added = max(1, min(saves, self._keep + 1 - len(self.steps())))
+        size = sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in jax.tree.leaves(state))
+        free = free_bytes(self.directory)
+        if added * size <= free:
+            return None
+        count = "a checkpoint" if added == 1 else f"{added} checkpoints"
+        each = "" if added == 1 else " each"
+        return (
+            f"{count} of {size:,} bytes{each} would not fit: the disk of {self.directory} has "
+            f"{free:,} bytes free. Make room there, keep fewer checkpoints or choose a folder on "
+            "another disk."
+        )
 
     def restore(
         self,

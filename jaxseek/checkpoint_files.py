@@ -230,7 +230,7 @@ def check_writable(directory: Path) -> None:
     Raises:
       UserError: it cannot, and why.
     """
-    existing = next(path for path in (directory, *directory.parents) if os.path.exists(path))
+    existing = _nearest_existing(directory)
     if not existing.is_dir():
         raise UserError(f"Checkpoints cannot be written to {directory}: {existing} is a file.")
     if not os.access(existing, os.W_OK | os.X_OK):
@@ -238,6 +238,15 @@ def check_writable(directory: Path) -> None:
             f"Checkpoints cannot be written to {directory}: {existing} is not writable. "
             "Choose another folder."
         )
+
+
+def free_bytes(directory: Path) -> int:
+    """What may still be written to a folder that exists or can be made."""
+    return shutil.disk_usage(_nearest_existing(directory)).free
+
+
+def _nearest_existing(path: Path) -> Path:
+    return next(folder for folder in (path, *path.parents) if os.path.exists(folder))
 
 
 def _is_interrupted_save(folder: Path) -> bool:
@@ -261,10 +270,11 @@ def _file_record(record: dict[str, Any]) -> FileRecord:
 def _checksums(algorithms: dict[Path, str]) -> list[str]:
     """Checksum of each file by the algorithm named for it."""
     with ThreadPoolExecutor(max_workers=HASH_THREADS) as pool:  # Hashing lets go of the GIL.
-        return list(pool.map(_checksum, algorithms, algorithms.values()))
+        return list(pool.map(checksum_of, algorithms, algorithms.values()))
 
 
-def _checksum(path: Path, algorithm: str) -> str:
+def checksum_of(path: Path, algorithm: str) -> str:
+    """The checksum of a file's content, by `algorithm`, as `FileRecord` spells it."""
     checksum, block = Checksum(algorithm), bytearray(HASH_BLOCK)
     view = memoryview(block)
     with path.open("rb", buffering=0) as file:

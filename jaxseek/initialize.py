@@ -58,10 +58,9 @@ def _make_leaf(
             _copy_slice(values, target, offset)
 
     list(pool.map(fill, [None] if layers is None else range(layers)))
-    # No aliasing: on CPU the arrays would share the buffers, which devices of equal slices share.
-    arrays = [
-        jax.device_put(buffers[start], device, may_alias=False) for device, start in starts.items()
-    ]
+    # On CPU arrays may lie in the buffer they were put from, those of equal slices in one. Nothing
+    # writes to it: XLA copies the memory of others where an array is donated.
+    arrays = [jax.device_put(buffers[start], device) for device, start in starts.items()]
     return jax.make_array_from_single_device_arrays(leaf.stored, sharding, arrays)
 
 

@@ -81,5 +81,8 @@ def _find(name: str) -> Path:
             if nearest
             else f"presets are {', '.join(names)}"
         )
-        raise UserError(f"model: {name!r} is neither a preset nor a YAML file; {near}.")
+        raise UserError(
+            f"model: {name!r} is neither a preset nor a YAML file, and there is no such folder; "
+            f"{near}."
+        )
     return configs_dir() / "models" / f"{name}.yaml"

@@ -204,7 +204,8 @@ def test_cutting_to_logical_shapes_rewrites_the_database_once(tmp_path):
     logical = {name: jax.ShapeDtypeStruct((5,), jnp.float32) for name in arrays}
     with CheckpointStore(tmp_path, keep=1) as store:
         store.save(1, arrays, logical_shapes=logical, metadata={})
-    assert len([path for path in tmp_path.rglob("*") if path.is_file()]) < 30
+    # Beside what Orbax wrote, in files of its own, more or fewer as the processor is busy.
+    assert len(list((tmp_path / "1" / "state" / "d").iterdir())) < 10
 
 
 def test_what_stood_in_the_padding_does_not_come_back(store, target):
@@ -545,6 +546,38 @@ def test_nothing_is_deleted_before_the_newest_is_complete(tmp_path, state, monke
 
 def raise_disk_error(*_):
     raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("saves", "added"), [(1, "a checkpoint of 256"), (2, "2 checkpoints of 256"), (9, "2 check")]
+)
+def test_room_is_missing_for_as_many_checkpoints_as_come_before_the_oldest_goes(
+    tmp_path, monkeypatch, saves, added
+):
+    x = {"x": jnp.zeros((2, 32), jnp.float32)}
+    with CheckpointStore(tmp_path / "new", keep=2) as store:
+        store.save(1, x, logical_shapes=x, metadata={})
+        store.wait()
+        needed = 256 * min(saves, 2)  # of at most 3, one is there
+        monkeypatch.setattr(checkpoint, "free_bytes", lambda _: needed)
+        assert store.missing_room(x, saves=saves) is None
+        monkeypatch.setattr(checkpoint, "free_bytes", lambda _: needed - 1)
+        problem = store.missing_room(jax.eval_shape(lambda: x), saves=saves)
+        assert problem is not None and problem.startswith(added)
+        assert f"disk of {tmp_path / 'new'} has {needed - 1} bytes free. Make room" in problem
+
+
+def test_a_checkpoint_takes_the_room_that_is_reckoned_with(tmp_path, monkeypatch):
+    sharding = NamedSharding(make_mesh(3, 1), PartitionSpec("data"))
+    x = {"x": jax.device_put(np.ones((3, 1 << 16), np.float32), sharding)}
+    with CheckpointStore(tmp_path, keep=1) as store:
+        store.save(1, x, logical_shapes=x, metadata={})
+        store.wait()
+        files = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+        monkeypatch.setattr(checkpoint, "free_bytes", lambda _: files)
+        assert store.missing_room(x, saves=1) is None
+        monkeypatch.setattr(checkpoint, "free_bytes", lambda _: int(0.95 * files))
+        assert store.missing_room(x, saves=1) is not None
 
 
 def test_steps_after_the_saved_one_are_left_alone(tmp_path, state):

@@ -1,4 +1,5 @@
 import json
+import shutil
 
 import ml_dtypes
 import numpy as np
@@ -13,6 +14,7 @@ from jaxseek.checkpoint_files import (
     Manifest,
     changed_files,
     delete_old,
+    free_bytes,
     incompleteness,
     read_manifest,
     record_files,
@@ -122,6 +124,14 @@ def test_a_damaged_step_counts_as_none_of_the_kept_and_is_not_deleted(tmp_path):
     (tmp_path / "4" / "state" / "d" / "data").write_bytes(b"ab")
     delete_old(tmp_path, newest=6, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "4", "6"]
+
+
+def test_the_room_of_a_folder_is_that_of_the_disk_it_will_be_made_on(tmp_path, monkeypatch):
+    asked = []
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: asked.append(path) or usage)
+    assert free_bytes(tmp_path / "not" / "yet") == usage.free
+    assert asked == [tmp_path]
 
 
 def test_nothing_is_deleted_when_the_newest_is_not_complete(tmp_path):

@@ -63,6 +63,20 @@ def test_values_follow_their_role():
             np.testing.assert_array_equal(params[path], 1 if spec.role == "norm" else 0)
 
 
+def test_arrays_that_lie_in_one_buffer_are_donated_one_by_one():
+    """On CPU the slices that two devices share may be one buffer; large ones are, if aligned."""
+    config = dataclasses.replace(TINY["qwen2"], hidden_size=512, vocab_size=512)
+    specs = model.split(config)[1]
+    mesh = make_mesh(MeshShape(data=3, tensor=1))
+    layout = layouts.plan_layout(specs, config=config, shape=MeshShape(data=3, tensor=1), zero=0)
+    params = init_params(specs, layout, mesh=mesh, seed=7, std=0.1)
+    before = np.array(params["lm_head"]["kernel"])
+    double = jax.jit(lambda x: x + x, donate_argnums=0)
+    doubled = double(params["lm_head"]["kernel"])
+    for shard in doubled.addressable_shards:
+        np.testing.assert_array_equal(np.asarray(shard.data), before + before)
+
+
 @pytest.mark.parametrize("family", TINY)
 def test_as_many_values_are_made_as_the_parameter_count_says(family):
     made = sum(x.size for x in initial(TINY[family]).values())

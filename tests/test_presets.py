@@ -166,7 +166,7 @@ def test_model_of_a_users_file_is_read_by_its_path(tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("deepsek-v3", r"neither a preset nor a YAML file; the nearest preset is deepseek-v3\."),
+        ("deepsek-v3", r"neither a preset .* no such folder; the nearest preset is deepseek-v3\."),
         ("gpt", r"presets are bench-dense-58m, .*, small-v3\."),
         ("deepseek-v3.2-exp", "'deepseek_v32', DeepSeek-V3.2 .* is not supported yet"),
         ("DeepSeek-V4-Flash", "'deepseek_v4', DeepSeek-V4, is not supported yet"),

@@ -38,6 +38,9 @@ NUMPY: Mapping[str, np.dtype] = MappingProxyType(
 # What a parameter may be stored as, the narrowest first; neither of the first two holds the other.
 FLOATS = ("F16", "BF16", "F32", "F64")
 
+# The bits that are all set in infinities and NaN, and in nothing else.
+_EXPONENT = {"F16": 0x7C00, "BF16": 0x7F80, "F32": 0x7F80_0000, "F64": 0x7FF0_0000_0000_0000}
+
 # A tile of a transposed copy: this many values of the fastest dim of the source by as many of the
 # fastest dim of the target. 128 was the fastest of 64 to 1024, or within 15 % of it.
 _TILE = 128
@@ -65,7 +68,7 @@ def cast(array: np.ndarray, dtype: str, *, out: np.ndarray | None = None) -> np.
     """`array` as `dtype`, bit-equal to `array.astype`: rounded to nearest even.
 
     A NaN becomes whatever `astype` makes of it (float32 to bfloat16 drops its payload); overflow
-    gives inf, with numpy's own warning where numpy has one. Sources whose fastest dim is not the
+    gives inf without a warning. Sources whose fastest dim is not the
     fastest of `out`, such as a transposed matrix, are copied tile by tile. Beside the result, no
     more than a tile is allocated, never a copy of the array.
 
@@ -87,9 +90,31 @@ def cast(array: np.ndarray, dtype: str, *, out: np.ndarray | None = None) -> np.
         _copy(out.view(bits), array.view(bits))
     else:
         # A signalling NaN, as uninitialised memory has, becomes a quiet one: no news to anyone.
-        with np.errstate(invalid="ignore"):
+        with np.errstate(invalid="ignore", over="ignore"):
             _copy(out, array)
     return out
+
+
+def cast_in_range(array: np.ndarray, dtype: str, *, name: str) -> np.ndarray:
+    """`cast` of the tensor `name`, or of a part of it, to one of `FLOATS`.
+
+    Raises:
+        UserError: a finite value would become infinite.
+    """
+    result = cast(array, dtype)
+    if ml_dtypes.finfo(array.dtype).max > ml_dtypes.finfo(result.dtype).max:
+        beyond = count_not_finite(result)
+        if beyond and (beyond := beyond - count_not_finite(array)):
+            raise UserError(
+                f"{name}: {beyond:,} values are beyond the range of {dtype}; give another --dtype."
+            )
+    return result
+
+
+def count_not_finite(values: np.ndarray) -> int:
+    """How many infinities and NaN there are among values of one of `FLOATS`; of any strides."""
+    mask = np.dtype(f"u{values.itemsize}").type(_EXPONENT[name_of(values.dtype)])
+    return int(np.count_nonzero((values.view(mask.dtype) & mask) == mask))
 
 
 def _copy(out: np.ndarray, array: np.ndarray) -> None:

@@ -18,9 +18,6 @@ from convert.verification.weight_sources import (
     row_spans,
 )
 
-# The bits that are all set in infinities and NaN, and in nothing else.
-_EXPONENT = {"F16": 0x7C00, "BF16": 0x7F80, "F32": 0x7F80_0000, "F64": 0x7FF0_0000_0000_0000}
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Difference:
@@ -132,7 +129,7 @@ def _look(folder: FolderWeights, other: WeightSource | None, name: str) -> _Find
             first = begin // row + start
             values = folder.rows(name, first, first + stop - start) if other else block[start:stop]
             values = np.ascontiguousarray(values).reshape(-1)
-            finding.not_finite += _count_not_finite(values, folder.dtypes[name])
+            finding.not_finite += dtypes.count_not_finite(values)
             if other:
                 expected = dtypes.cast(values, other.dtypes[name])
                 _note_differences(expected, flat[start * row : stop * row], finding)
@@ -153,11 +150,6 @@ def _note_differences(expected: np.ndarray, found: np.ndarray, finding: _Finding
         distance = np.abs(expected[unequal].astype(wide) - found[unequal].astype(wide))
     finding.differing += int(np.count_nonzero(unequal))
     finding.largest = float(np.maximum(finding.largest, distance.max()))  # NaN stays NaN
-
-
-def _count_not_finite(values: np.ndarray, dtype: str) -> int:
-    mask = np.dtype(f"u{values.itemsize}").type(_EXPONENT[dtype])
-    return int(np.count_nonzero((values.view(mask.dtype) & mask) == mask))
 
 
 def _names(

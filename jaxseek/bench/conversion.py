@@ -1,6 +1,6 @@
 """How fast the converter is beside `cp`, and how much memory it takes.
 
-    python -m jaxseek.bench.conversion [--model deepseek-v2-lite] [--layers 4] [--rounds 2]
+    python -m jaxseek.bench.conversion [--model deepseek-v2-lite] [--layers 4] [--rounds 3]
 
 Makes a checkpoint of the preset's shapes with so many layers, in a folder that is deleted at the
 end, and then in turns copies it with `cp`, converts it with `to-jax` and back with `to-hf`. Times

@@ -78,7 +78,11 @@ def run_steps(training: Training, state: TrainState, *, console: Console) -> Tra
             if meter.gave_up_at:
                 last = step
             if step == last or saves:
-                save(training, state, step=step)
+                problem = None if step == last else training.store.missing_room(state, saves=1)
+                if problem is None:
+                    save(training, state, step=step)
+                else:  # Hours of work may follow, and somebody who makes room.
+                    console.print(f"step {step} is not saved: {problem}")
             if step == last:
                 break
             if validates:

@@ -11,7 +11,7 @@ from jaxseek.errors import UserError
 from jaxseek.paths import HF_FILES, TOKENIZER
 from jaxseek.presets import preset_names
 from jaxseek.run_file import named_model
-from jaxseek.schema import Setting, Settings, from_values, to_values, typed_value
+from jaxseek.schema import Setting, Settings, to_values, typed_value
 
 TOKENIZER_FILE = "tokenizer.json"
 _YAML = (".yaml", ".yml")
@@ -80,20 +80,20 @@ def find_tokenizer(folder: Path) -> Path | None:
     Raises:
         UserError: it holds checkpoints of jaxseek, and no complete one.
     """
-    from convert.checkpoint_folder import find_step, is_checkpoint  # numpy
+    from convert.checkpoint_folder import find_step, is_checkpoint, owner_of  # numpy
 
     candidates = [folder]
     if is_checkpoint(folder):
-        root = find_step(folder).parent.parent
-        candidates = [root / HF_FILES, root / TOKENIZER]
+        owner = owner_of(find_step(folder))
+        candidates = [owner / HF_FILES, owner / TOKENIZER] if owner else []
     return next((path for path in candidates if (path / TOKENIZER_FILE).is_file()), None)
 
 
 def _folder_model(path: Path) -> Settings:
     """Settings of the model in a folder; what it was trained with besides is not taken."""
-    from convert.checkpoint_folder import is_checkpoint  # numpy
+    from convert.checkpoint_folder import find_step, is_checkpoint, model_of  # numpy
 
-    config = _checkpoint_config(path) if is_checkpoint(path) else _hf_config(path)
+    config = model_of(find_step(path)) if is_checkpoint(path) else _hf_config(path)
     settings = {
         f"model.{key}": Setting(value=value, origin=f"{path}: {key}")
         for key, value in to_values(config).items()
@@ -110,14 +110,3 @@ def _hf_config(path: Path) -> ModelConfig:
             return model_config_from_hf(folder.config)
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
-
-
-def _checkpoint_config(path: Path) -> ModelConfig:
-    from convert.checkpoint_folder import find_step
-    from jaxseek.checkpoint_files import read_manifest
-
-    step = find_step(path)
-    metadata = read_manifest(step).metadata
-    if "model" not in metadata:
-        raise UserError(f"{step} does not say which model it is; it is no run's checkpoint.")
-    return from_values(ModelConfig, metadata["model"], origin=str(step))

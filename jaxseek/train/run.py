@@ -1,6 +1,7 @@
 """A training run from arguments to run folder, top to bottom."""
 
 import dataclasses
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,7 @@ def train(invocation: Invocation) -> None:
     text = prepare_text(run, saved_tokenizer=_saved_tokenizer(invocation))
     compilation_cache.enable(cache_dir() / "jax")
     with CheckpointStore(path / CHECKPOINTS, keep=run.checkpoint.keep) as store:
+        _check_room(program, store)
         if weights is None:
             start = _begin(invocation, program, text, store=store, console=console)
         else:
@@ -128,6 +130,15 @@ def _saved_tokenizer(invocation: Invocation) -> Path | None:
         return None
     folder = invocation.resume.expanduser().absolute() / TOKENIZER
     return folder if folder.is_dir() else None
+
+
+def _check_room(program: Program, store: CheckpointStore) -> None:
+    """Refuse a run whose checkpoints would fill the disk, hours from now."""
+    run, done = program.run, store.latest() or 0
+    every, last = run.checkpoint.every, run.stop_after or run.steps
+    saves = math.ceil(last / every) - done // every if every else 1
+    if problem := store.missing_room(program.abstract_state, saves=max(1, saves)):
+        raise UserError(problem[0].upper() + problem[1:])
 
 
 def _begin(

@@ -1,11 +1,12 @@
 """Small Hugging Face folders of any model of the family, written without torch."""
 
+import contextlib
 import dataclasses
 import json
 import math
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -142,13 +143,21 @@ def with_vocabulary(config: ModelConfig, size: int = 320) -> ModelConfig:
 
 def main_with(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
     """Exit code of `python -m convert WORDS`, in this process."""
-    handler = signal.getsignal(signal.SIGTERM)
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, kept_signal_handlers():
         patch.setattr(sys, "argv", ["convert", *map(str, words)])
-        try:
-            return run_main(main, program="convert")
-        finally:
-            signal.signal(signal.SIGTERM, handler)
+        return run_main(main, program="convert")
+
+
+@contextlib.contextmanager
+def kept_signal_handlers() -> Iterator[None]:
+    """Undoes what a block makes of the signals that end a process."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = [signal.getsignal(number) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, handlers, strict=True):
+            signal.signal(number, handler)
 
 
 def quantise(values: np.ndarray, *, block: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:

@@ -130,7 +130,7 @@ def test_fp8_and_mtp_are_explained(tmp_path, inspected):
 
 def test_mtp_layers_that_only_the_config_has_are_mentioned(tmp_path, inspected):
     write_folder(tmp_path, V3_WITH_MTP)
-    assert "names 1 MTP layers, the files hold none" in inspected(tmp_path)
+    assert "MTP layers: config.json names 1, the files hold none" in inspected(tmp_path)
 
 
 def test_a_head_that_repeats_its_embedding_is_left_out(tmp_path, inspected):

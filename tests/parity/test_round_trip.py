@@ -4,6 +4,7 @@ From a converted checkpoint, and from training states on several meshes with opt
 padding, which is what a run leaves.
 """
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,9 @@ from jaxseek.paths import CHECKPOINTS
 from jaxseek.run_config import RunConfig
 from jaxseek.schema import to_values
 from jaxseek.train.state import attach_bias, detach_bias, make_program, state_from_params
+from tests.convert.folders import write_folder
 from tests.parity.oracle import FAMILIES, build, oracle
+from tests.tiny import TINY
 
 MESHES = ("1x1", "3x1", "1x3")
 
@@ -56,6 +59,33 @@ def test_a_converted_folder_comes_back_bit_for_bit(folders, name, tmp_path):
     to_jax(folders[name], tmp_path / "jax")
     to_hf(tmp_path / "jax", tmp_path / "back")
     assert_same(folders[name], tmp_path / "back")
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_files_of_torch_come_back_bit_for_bit(shards, tmp_path):
+    """With what a state dict may hold: views of one storage, transposed ones, tied weights."""
+    config = dataclasses.replace(TINY["v3"], num_nextn_predict_layers=1)
+    hf = tmp_path / "hf"
+    write_folder(hf, config, mtp=True)
+    state = read_all(hf)
+    (hf / "model.safetensors").unlink()
+    for copy in ("embed_tokens", "shared_head.head"):
+        state[f"model.layers.2.{copy}.weight"] = state["model.embed_tokens.weight"]
+    for name in [name for name in state if name.endswith("o_proj.weight")]:
+        state[name] = torch.nn.Parameter(state[name].t().contiguous().t())
+    gate_up = [f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up")]
+    both = torch.cat([state[name] for name in gate_up])
+    state |= dict(zip(gate_up, both.chunk(2), strict=True))
+    _save_as_bin(state, hf, shards=shards)
+    to_jax(hf, tmp_path / "jax")
+    to_hf(tmp_path / "jax", tmp_path / "back")
+    back = read_all(tmp_path / "back")
+    assert back.keys() == state.keys()
+    for name, tensor in state.items():
+        assert back[name].dtype == tensor.dtype, name
+        assert torch.equal(back[name].view(torch.uint8), tensor.contiguous().view(torch.uint8)), (
+            name
+        )
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -132,6 +162,20 @@ def read_all(folder: Path) -> dict[str, torch.Tensor]:
             assert opened.metadata() == {"format": "pt"}
             tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     return tensors
+
+
+def _save_as_bin(state: dict[str, torch.Tensor], folder: Path, *, shards: int) -> None:
+    if shards == 1:
+        torch.save(state, folder / "pytorch_model.bin")
+        return
+    weight_map = {}
+    for i in range(shards):
+        file = f"pytorch_model-{i + 1:05}-of-{shards:05}.bin"
+        names = list(state)[i::shards]
+        torch.save({name: state[name] for name in names}, folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
 
 
 def _write_moe_16b(folder: Path) -> None:

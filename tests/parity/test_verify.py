@@ -51,6 +51,11 @@ def test_a_folder_by_itself(family, tmp_path, verified):
     check_passed(*verified(tmp_path))
 
 
+def test_shared_experts_of_size_zero_are_not_missed(tmp_path, verified):
+    write_folder(tmp_path, dataclasses.replace(TINY["v2-lite"], n_shared_experts=0))
+    check_passed(*verified(tmp_path))
+
+
 @pytest.mark.parametrize("options", [{"dtype": "mixed", "mtp": True}, {"fused": True}])
 def test_a_checkpoint_and_the_folder_it_came_from(options, tmp_path, verified):
     write_folder(tmp_path / "hf", V3_WITH_MTP, **options)

@@ -23,6 +23,7 @@ class Recorder:
         *,
         bad: tuple[int, ...] = (),
         empty: tuple[int, ...] = (),
+        full: tuple[int, ...] = (),
         optim: dict | None = None,
         **run,
     ):
@@ -33,7 +34,7 @@ class Recorder:
         )
         self.events: list[str] = []
         self.lines: list[dict] = []
-        self.bad, self.empty = bad, empty
+        self.bad, self.empty, self.full = bad, empty, full
         self.training = Training(
             program=dataclasses.replace(program, run=settings),
             step=self.step,
@@ -43,7 +44,7 @@ class Recorder:
             text_fingerprint="text",
             source=None,
             folder=SimpleNamespace(log=self.log, path="folder"),
-            store=SimpleNamespace(save=self.save),
+            store=SimpleNamespace(save=self.save, missing_room=self.missing_room),
             flops_per_token=1.0,
             peak_flops=None,
         )  # pyright: ignore[reportArgumentType]
@@ -75,6 +76,10 @@ class Recorder:
     def save(self, step, state, **_):
         assert state.step == step
         self.events.append(f"save {step}")
+
+    def missing_room(self, state, *, saves) -> str | None:
+        assert saves == 1
+        return "the disk is full" if state.step in self.full else None
 
     def run(self, *, first: int = 0) -> str:
         """What it prints."""
@@ -110,6 +115,17 @@ def test_the_last_step_is_saved_once_where_two_rules_ask_for_it():
     recorder = Recorder(steps=4, checkpoint=dataclasses.replace(run.checkpoint, every=2))
     recorder.run()
     assert [e for e in recorder.events if e.startswith("save")] == ["save 2", "save 4"]
+
+
+def test_a_checkpoint_for_which_there_is_no_room_is_left_out_with_a_word_but_the_last_is_tried():
+    run = stepper("llama").program.run
+    recorder = Recorder(
+        steps=4, full=(2, 4), checkpoint=dataclasses.replace(run.checkpoint, every=1)
+    )
+    printed = recorder.run()
+    assert [e for e in recorder.events if e.startswith("save")] == ["save 1", "save 3", "save 4"]
+    said = [line for line in printed.splitlines() if "saved" in line]
+    assert said == ["step 2 is not saved: the disk is full"]
 
 
 def test_stop_after_ends_early_with_a_checkpoint_and_says_how_to_go_on():

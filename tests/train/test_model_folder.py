@@ -21,9 +21,10 @@ from jaxseek.errors import UserError
 from jaxseek.presets import load_preset
 from jaxseek.run_file import load_config
 from jaxseek.train.cli import parse_arguments
+from jaxseek.train.pretrained import open_pretrained
 from tests.convert.folders import with_vocabulary, write_folder, write_weights
 from tests.tiny import TINY
-from tests.train.runs import contents, losses, main_with, make_base, run
+from tests.train.runs import contents, losses, main_with, make_base, metrics, run
 
 ROOT = Path(__file__).parents[2]
 MODEL = dataclasses.replace(with_vocabulary(TINY["v3"]), num_nextn_predict_layers=1)
@@ -100,6 +101,16 @@ def test_a_run_gives_its_own_tokenizer_where_its_weights_came_from_nowhere(base,
     made = Path(shutil.copytree(base / "jax", tmp_path / "run"))
     (made / "hf").rename(made / "tokenizer")
     assert parse("--model", made, "--seq-len", 64).data.tokenizer == str(made / "tokenizer")
+
+
+def test_a_step_that_was_copied_elsewhere_takes_no_tokenizer_of_its_neighbours(base, tmp_path):
+    shutil.copytree(base / "jax" / "checkpoints" / "0", tmp_path / "copies" / "0")
+    shutil.copytree(base / "hf", tmp_path / "hf")
+    for folder in (tmp_path / "copies", tmp_path / "copies" / "0"):
+        with pytest.raises(UserError, match=r"has no tokenizer\.json"):
+            parse("--model", folder, "--seq-len", 64)
+        got = parse("--model", folder, "--seq-len", 64, "--data.tokenizer", base / "hf")
+        assert got.model == dataclasses.replace(MODEL, **SAME)
 
 
 def test_flags_override_what_the_folder_says(base):
@@ -186,15 +197,20 @@ def test_the_run_folder_holds_the_other_files_of_the_folder(trained):
 
 
 def test_the_tokenizer_of_the_folder_is_left_out_where_the_run_uses_another(base, tmp_path):
-    run(*words(base, base / "bare", "--out", base / "llama",
-               **{"data.tokenizer": base / "hf", "steps": 1}))  # fmt: skip
-    assert list((base / "llama" / "hf").iterdir()) == []
     other = json.loads((base / "hf" / "tokenizer.json").read_text())
     (tmp_path / "tokenizer.json").write_text(json.dumps(other, indent=1))
-    run(*words(base, base / "hf", "--out", tmp_path / "run",
-               **{"data.tokenizer": tmp_path, "steps": 1}))  # fmt: skip
-    files = {path.name for path in (tmp_path / "run" / "hf").iterdir()}
-    assert files == {"LICENSE", "generation_config.json"}
+
+    def carried(model: str, tokenizer: Path) -> set[str]:
+        given = parse(*words(base, base / model, "--data.tokenizer", tokenizer))
+        return {file.name for file in open_pretrained(given).files_for(given.data.tokenizer)}
+
+    for tokenizer in (tmp_path, tmp_path / "tokenizer.json"):
+        assert carried("hf", tokenizer) == {"LICENSE", "generation_config.json"}
+    for tokenizer in (base / "hf", base / "hf" / "tokenizer.json"):
+        assert carried("hf", tokenizer) == carried("jax", tokenizer) == {
+            "LICENSE", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+        }  # fmt: skip
+        assert carried("bare", tokenizer) == set()
 
 
 def test_a_trained_run_exports_with_the_tokenizer_and_dtypes_of_the_folder(base, trained):
@@ -209,6 +225,18 @@ def test_a_trained_run_exports_with_the_tokenizer_and_dtypes_of_the_folder(base,
     assert {n.rsplit(".", 1)[1]: t.dtype for n, t in tensors.items()} == {
         "weight": "BF16", "e_score_correction_bias": "F32",
     }  # fmt: skip
+
+
+def test_a_run_from_an_export_begins_at_the_loss_where_the_exported_run_ended(
+    base, trained, tmp_path
+):
+    to_hf(trained, tmp_path / "hf", dtype="float32")
+    run(*words(base, tmp_path / "hf", "--out", tmp_path / "run", "--stop-after", 1))
+    before, after = (
+        [line["val_loss"] for line in metrics(folder) if "val_loss" in line]
+        for folder in (trained, tmp_path / "run")
+    )
+    assert before[0] != before[-1] == after[0]
 
 
 def damaged(folder: Path) -> Path:

@@ -91,6 +91,16 @@ def test_a_folder_that_holds_something(base, monkeypatch, capsys):
     assert "taken is not empty" in message and "--resume" in message
 
 
+def test_a_disk_that_will_not_hold_the_checkpoints(base, monkeypatch, capsys):
+    monkeypatch.setattr("jaxseek.checkpoint.free_bytes", lambda _: 10**6)
+    changes = {"steps": 9, "checkpoint.every": 2}
+    message = refused(base, monkeypatch, capsys, **changes, **{"checkpoint.keep": 4})
+    assert "5 checkpoints of" in message and f"the disk of {base / 'out'}" in message
+    assert "4 checkpoints of" in refused(
+        base, monkeypatch, capsys, **changes, **{"checkpoint.keep": 4, "stop-after": 7}
+    )
+
+
 def test_a_folder_that_is_a_file(base, monkeypatch, capsys):
     (base / "file").write_text("precious")
     code = main_with(monkeypatch, *arguments(base, "--out", base / "file"))

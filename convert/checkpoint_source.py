@@ -118,6 +118,11 @@ class CheckpointSource:
                 raise UserError(f"{self.folder}: {path} cannot be read: {error}.") from error
             yield start * row, dtypes.cast_in_range(values, dtype or self.dtypes[name], name=name)
 
+    def stored_bytes(self, tensor: HFTensor) -> int:
+        """Bytes of a tensor in the checkpoint."""
+        leaf = self.manifest.leaves[checkpoint_leaf(tensor.paths[0])]
+        return math.prod(tensor.shape) * np.dtype(leaf.dtype).itemsize
+
     def release(self, name: str) -> None:
         """Give the page cache of a tensor's file back to the system, where it has one of its own:
         an export reads it once, and may be larger than memory. No array of it may be left.
@@ -133,8 +138,7 @@ class CheckpointSource:
         leaf = checkpoint_leaf(tensor.paths[0])
         file = chunk_file(Path(ARRAYS_FOLDER), leaf, index).as_posix()
         record = self.manifest.files.get(file)
-        itemsize = np.dtype(self.manifest.leaves[leaf].dtype).itemsize
-        return file if record and record.size == math.prod(tensor.shape) * itemsize else None
+        return file if record and record.size == self.stored_bytes(tensor) else None
 
     def _check_chunk(self, file: str) -> None:
         """Compare a file with its checksum; what it reads stays in the page cache."""

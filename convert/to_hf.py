@@ -77,7 +77,8 @@ def to_hf(
         _write_rest(partial, source, main_dtype=next(iter(written)), compat=compat)
     return Summary(
         dtypes=written,
-        read=total,
+        read=sum(map(source.stored_bytes, source.tensors.values()))
+        + sum(info.nbytes for info in mtp.values()),
         written=total,
         seconds=progress.seconds,
         notes=tuple(_notes(source, mtp=mtp, dtype=dtype)),

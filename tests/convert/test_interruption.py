@@ -19,6 +19,16 @@ from tests.tiny import TINY
 SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 
 
+@pytest.fixture(autouse=True)
+def heeded():
+    """The signals as a terminal leaves them; a shell's background job ignores Ctrl-C."""
+    with kept_signal_handlers():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        yield
+
+
 @pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize("command", ["to-jax", "to-hf"])
 def test_a_signal_half_way_leaves_nothing_behind(command, number, tmp_path, monkeypatch):

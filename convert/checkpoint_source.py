@@ -22,6 +22,7 @@ from convert.to_jax import MTP_FILE
 from jaxseek.checkpoint_arrays import chunk_file, open_array, read_slice
 from jaxseek.checkpoint_files import (
     ARRAYS_FOLDER,
+    Checksum,
     Manifest,
     changed_files,
     checksum_of,
@@ -33,6 +34,7 @@ from jaxseek.paths import HF_FILES, TOKENIZER
 
 # A tensor of more bytes is read in several blocks, each of about this many.
 _BLOCK_BYTES = 64 << 20
+_STREAM_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,17 +86,17 @@ class CheckpointSource:
 
     def values(self, name: str, *, dtype: str) -> np.ndarray:
         """All values of a tensor, flat; for small ones."""
-        return np.concatenate([b.reshape(-1) for _, b in self.blocks(name, dtype=dtype)])
+        return np.concatenate([b.flatten() for _, b in self.blocks(name, dtype=dtype)])
 
     def blocks(
         self, name: str, *, dtype: str | None = None, check: bool = True
     ) -> Iterator[tuple[int, np.ndarray]]:
         """A tensor's values in its exported dtype, or in `dtype`, C-contiguous, in one block or
-        several: how many values come before the block, and the block. Blocks of memory-mapped files
-        are read-only.
+        several: how many values come before the block, and the block, which the next may overwrite.
+        Blocks of memory-mapped files are read-only.
 
         Args:
-            check: compare a tensor's own file with its checksum first.
+            check: compare a tensor's own file with its checksum, at the latest at its end.
 
         Raises:
             UserError: an array that cannot be read, a file that has changed, or a value beyond the
@@ -107,8 +109,11 @@ class CheckpointSource:
         row = math.prod(tensor.part_shape) // rows_in_all
         rows = max(1, _BLOCK_BYTES // max(1, row * array.dtype.numpy_dtype.itemsize))
         read = functools.partial(read_slice, array, index=tensor.index, order=tensor.order)
-        chunk = self._chunk(tensor)
+        chunk, target = self._chunk(tensor), dtype or self.dtypes[name]
         if check and chunk:
+            if array.dtype.numpy_dtype == dtypes.NUMPY[target]:
+                yield from self._stream(chunk, dtypes.NUMPY[target])
+                return
             self._check_chunk(chunk)
         for start in range(0, rows_in_all, rows):
             part = slice(start, min(start + rows, rows_in_all))
@@ -116,7 +121,7 @@ class CheckpointSource:
                 values = read(rows=part)
             except (OSError, ValueError) as error:
                 raise UserError(f"{self.folder}: {path} cannot be read: {error}.") from error
-            yield start * row, dtypes.cast_in_range(values, dtype or self.dtypes[name], name=name)
+            yield start * row, dtypes.cast_in_range(values, target, name=name)
 
     def stored_bytes(self, tensor: HFTensor) -> int:
         """Bytes of a tensor in the checkpoint."""
@@ -139,6 +144,23 @@ class CheckpointSource:
         file = chunk_file(Path(ARRAYS_FOLDER), leaf, index).as_posix()
         record = self.manifest.files.get(file)
         return file if record and record.size == self.stored_bytes(tensor) else None
+
+    def _stream(self, file: str, dtype: np.dtype) -> Iterator[tuple[int, np.ndarray]]:
+        """A tensor's own file in small blocks, each while it is in the processor's cache. Reading
+        is twice as fast as mapping where the bytes are only written elsewhere.
+        """
+        recorded, done = self.manifest.files[file].checksum, 0
+        checksum, buffer = Checksum(recorded.partition(":")[0]), bytearray(_STREAM_BYTES)
+        with (self.folder / file).open("rb", buffering=0) as opened:
+            while count := opened.readinto(buffer):
+                block = memoryview(buffer)[:count]
+                checksum.update(block)
+                if count % dtype.itemsize:
+                    break  # a file that has become shorter; its checksum tells
+                yield done // dtype.itemsize, np.frombuffer(block, dtype)
+                done += count
+        if checksum.text() != recorded:
+            raise self._damaged([file])
 
     def _check_chunk(self, file: str) -> None:
         """Compare a file with its checksum; what it reads stays in the page cache."""

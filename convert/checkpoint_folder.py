@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from convert.files.hf_folder import CONFIG_FILE
 from convert.staging import unfinished
-from jaxseek.checkpoint_files import MANIFEST_FILE, incompleteness, read_manifest, step_of
+from jaxseek.checkpoint_files import MANIFEST_FILE, Manifest, incompleteness, step_of
 from jaxseek.config import ModelConfig
 from jaxseek.errors import UserError
 from jaxseek.paths import CHECKPOINTS
@@ -15,7 +16,7 @@ def is_checkpoint(path: Path) -> bool:
     """Whether a folder is one of jaxseek's: a run, a converted model, their `checkpoints/` or one
     step of it, complete or not. What has a `config.json` is a Hugging Face folder.
     """
-    if (path / "config.json").exists():
+    if (path / CONFIG_FILE).exists():
         return False
     return (
         (path / MANIFEST_FILE).is_file()
@@ -59,7 +60,7 @@ def find_step(path: Path, *, step: int | None = None) -> Path:
 
 def _hint(path: Path, steps: Mapping[int, str | None]) -> str:
     """What there is instead of a complete step; `steps` has what is wrong with each."""
-    if (path / "config.json").is_file():
+    if (path / CONFIG_FILE).is_file():
         return "It looks like a Hugging Face folder; to-jax and --model take that."
     complete = sorted(number for number, problem in steps.items() if problem is None)
     hint = f"Complete steps: {', '.join(map(str, complete)) or 'none'}."
@@ -75,13 +76,12 @@ def owner_of(step: Path) -> Path | None:
     return step.parent.parent if step.parent.name == CHECKPOINTS else None
 
 
-def model_of(step: Path) -> ModelConfig:
-    """The model of a complete step.
+def model_of(step: Path, manifest: Manifest) -> ModelConfig:
+    """The model of a complete step, by its manifest.
 
     Raises:
         UserError: its metadata do not say which.
     """
-    metadata = read_manifest(step).metadata
-    if "model" not in metadata:
+    if "model" not in manifest.metadata:
         raise UserError(f"{step} does not say which model it is; it is no run's checkpoint.")
-    return from_values(ModelConfig, metadata["model"], origin=str(step))
+    return from_values(ModelConfig, manifest.metadata["model"], origin=str(step))

@@ -7,7 +7,6 @@ on whether there is optimizer state beside the parameters.
 import dataclasses
 import functools
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,10 @@ import numpy as np
 
 from convert.checkpoint_folder import find_step, model_of, owner_of
 from convert.files import dtypes
-from convert.import_plan import CORRECTION_BIAS, DtypeChoice, stored_dtype
+from convert.files.page_cache import forget_pages
+from convert.files.safetensors_file import read_header
+from convert.files.tensor_info import TensorInfo
+from convert.import_plan import CORRECTION_BIAS, DtypeChoice, chosen_dtype
 from convert.names import HFTensor, checkpoint_leaf, hf_tensors
 from convert.to_jax import MTP_FILE
 from jaxseek.checkpoint_arrays import chunk_file, open_array, read_slice
@@ -59,10 +61,10 @@ class CheckpointSource:
     tensors: Mapping[str, HFTensor]
     dtypes: Mapping[str, str]
 
-    @property
-    def mtp_file(self) -> Path | None:
-        """Where the tensors of MTP layers are kept, if there are any."""
-        return self.folder / MTP_FILE if MTP_FILE in self.manifest.files else None
+    @functools.cached_property
+    def mtp(self) -> dict[str, TensorInfo]:
+        """The tensors of MTP layers that are kept for an export, by name."""
+        return read_header(self.folder / MTP_FILE) if MTP_FILE in self.manifest.files else {}
 
     @property
     def carried_files(self) -> list[Path]:
@@ -105,9 +107,6 @@ class CheckpointSource:
         tensor = self.tensors[name]
         (path,) = tensor.paths
         array = self._array(path)
-        rows_in_all = tensor.part_shape[tensor.order[0]] if tensor.order else 1
-        row = math.prod(tensor.part_shape) // rows_in_all
-        rows = max(1, _BLOCK_BYTES // max(1, row * array.dtype.numpy_dtype.itemsize))
         read = functools.partial(read_slice, array, index=tensor.index, order=tensor.order)
         chunk, target = self._chunk(tensor), dtype or self.dtypes[name]
         if check and chunk:
@@ -115,13 +114,22 @@ class CheckpointSource:
                 yield from self._stream(chunk, dtypes.NUMPY[target])
                 return
             self._check_chunk(chunk)
-        for start in range(0, rows_in_all, rows):
-            part = slice(start, min(start + rows, rows_in_all))
+        shape = [tensor.part_shape[dim] for dim in tensor.order]
+        for start, part in _row_blocks(shape, itemsize=array.dtype.numpy_dtype.itemsize):
             try:
                 values = read(rows=part)
             except (OSError, ValueError) as error:
                 raise UserError(f"{self.folder}: {path} cannot be read: {error}.") from error
-            yield start * row, dtypes.cast_in_range(values, target, name=name)
+            yield start, dtypes.cast_in_range(values, target, name=name)
+
+    def mtp_blocks(self, name: str) -> Iterator[tuple[int, np.ndarray]]:
+        """As `blocks`, of one of `mtp`."""
+        info = self.mtp[name]
+        dtype = dtypes.NUMPY[info.dtype]
+        for start, rows in _row_blocks(info.shape, itemsize=dtype.itemsize):
+            size = (rows.stop - rows.start) * math.prod(info.shape[1:])
+            offset = info.offset + start * dtype.itemsize
+            yield start, np.fromfile(info.file, dtype, size, offset=offset)
 
     def stored_bytes(self, tensor: HFTensor) -> int:
         """Bytes of a tensor in the checkpoint."""
@@ -129,13 +137,11 @@ class CheckpointSource:
         return math.prod(tensor.shape) * np.dtype(leaf.dtype).itemsize
 
     def release(self, name: str) -> None:
-        """Give the page cache of a tensor's file back to the system, where it has one of its own:
-        an export reads it once, and may be larger than memory. No array of it may be left.
+        """Give the page cache of a tensor's file back to the system, where it has one of its own.
+        No array of it may be left.
         """
-        chunk = self._chunk(self.tensors[name])
-        if chunk and hasattr(os, "posix_fadvise"):  # macOS has none
-            with (self.folder / chunk).open("rb") as file:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if chunk := self._chunk(self.tensors[name]):
+            forget_pages(self.folder / chunk)
 
     def _chunk(self, tensor: HFTensor) -> str | None:
         """The file that holds a tensor and nothing else, as a converted model has them."""
@@ -201,7 +207,7 @@ def open_checkpoint(
     """
     folder = find_step(path, step=step)
     manifest = read_manifest(folder)
-    config = model_of(folder)
+    config = model_of(folder, manifest)
     source = manifest.metadata.get("source")
     tensors = hf_tensors(config)
     opened = CheckpointSource(
@@ -212,7 +218,7 @@ def open_checkpoint(
         source=source,
         tensors=tensors,
         dtypes={
-            name: stored_dtype(name, _base_dtype(name, tensor, manifest, source), dtype)
+            name: chosen_dtype(name, _base_dtype(name, tensor, manifest, source), dtype)
             for name, tensor in tensors.items()
         },
     )
@@ -240,3 +246,12 @@ def _base_dtype(
         return known["exceptions"].get(name, known["default"])
     leaf = manifest.leaves[checkpoint_leaf(tensor.paths[0])]
     return dtypes.name_of(np.dtype(leaf.dtype))
+
+
+def _row_blocks(shape: Sequence[int], *, itemsize: int) -> Iterator[tuple[int, slice]]:
+    """Blocks of rows of the first dim, of about `_BLOCK_BYTES`: the values before each, and it."""
+    rows_in_all = shape[0] if shape else 1
+    row = math.prod(shape) // rows_in_all
+    step = max(1, _BLOCK_BYTES // max(1, row * itemsize))
+    for start in range(0, rows_in_all, step):
+        yield start * row, slice(start, min(start + step, rows_in_all))

@@ -41,7 +41,7 @@ _COMPARED_BYTES = 1 << 24  # at a time
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-def stored_dtype(name: str, source: str, choice: DtypeChoice) -> str:
+def chosen_dtype(name: str, source: str, choice: DtypeChoice) -> str:
     """The dtype in which a tensor is written where its values come as `source`.
 
     A router decides by small differences and its correction bias by smaller ones: no choice makes
@@ -202,7 +202,7 @@ def plan_import(
         kept=kept,
         dropped=buffers + ((_HEAD,) if repeated_head else ()),
         dtypes={
-            name: stored_dtype(name, _value_dtype(infos[name], dtype), dtype) for name in ordered
+            name: chosen_dtype(name, _value_dtype(infos[name], dtype), dtype) for name in ordered
         },
         scales=scales,
         block=block,

@@ -8,7 +8,6 @@ from convert.checkpoint_folder import is_checkpoint
 from convert.checkpoint_source import CheckpointSource, open_checkpoint
 from convert.files import dtypes
 from convert.files.hf_folder import HFFolder, open_hf_folder
-from convert.files.safetensors_file import read_header
 from convert.import_plan import ImportPlan, plan_import
 from convert.names import HFTensor, checkpoint_leaf
 from convert.progress import count_dtypes, human_bytes, info_dtypes, print_dtypes
@@ -59,11 +58,11 @@ def _print_folder(folder: HFFolder, plan: ImportPlan) -> None:
     )
     print_dtypes(info_dtypes(folder.tensors.values()))
     parameters = sum(math.prod(tensor.shape) for tensor in plan.tensors.values())
+    converted = sum(map(plan.stored_bytes, (*plan.tensors, *plan.kept)))
     print("What becomes of it:")
     _print_facts(
         {
-            "to-jax": f"{human_bytes(_converted_bytes(plan))} ({_dtype_names(plan)}); without "
-            "optimizer state",
+            "to-jax": f"{human_bytes(converted)} ({_dtype_names(plan)}); without optimizer state",
             "training": _training_state(parameters),
             "float8": _float8(plan),
             "left out": ", ".join(_shortened(plan.dropped)) or None,
@@ -78,7 +77,7 @@ def _print_checkpoint(source: CheckpointSource) -> None:
     print(f"{source.folder}: a checkpoint of jaxseek, step {source.manifest.step}")
     parameters = {checkpoint_leaf(path) for t in source.tensors.values() for path in t.paths}
     others = len(source.manifest.leaves.keys() - parameters)
-    mtp = read_header(source.mtp_file) if source.mtp_file else {}
+    mtp = source.mtp
     _print_facts(
         {
             **_model_facts(source.config, source.tensors.values()),
@@ -197,15 +196,6 @@ def _has_inner_template(folder: HFFolder | None) -> bool:
     """Whether tokenizer_config.json holds the chat template, as those of 2024 do."""
     file = folder.path / "tokenizer_config.json" if folder else None
     return file is not None and file.is_file() and f'"{_TEMPLATE}"' in file.read_text("utf-8")
-
-
-def _converted_bytes(plan: ImportPlan) -> int:
-    """Bytes of the arrays that to-jax writes: a parameter has one dtype in all layers."""
-    leaf_dtypes = plan.leaf_dtypes
-    stored = {name: leaf_dtypes[tensor.paths[0]] for name, tensor in plan.tensors.items()}
-    stored |= {name: plan.dtypes[name] for name in plan.kept}
-    infos = plan.folder.tensors
-    return sum(infos[name].size * dtypes.NUMPY[dtype].itemsize for name, dtype in stored.items())
 
 
 def _dtype_names(plan: ImportPlan) -> str:

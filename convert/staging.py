@@ -4,7 +4,7 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from convert import interruption
@@ -71,6 +71,12 @@ def _delete(folder: Path) -> None:
         time.sleep(_PAUSE)
         if not folder.exists():
             return
+
+
+def copy_files(files: Iterable[Path], folder: Path) -> None:
+    """Copies of `files` in a folder that is there."""
+    for file in files:
+        shutil.copyfile(file, folder / file.name)
 
 
 def unfinished(path: Path) -> str | None:

@@ -4,16 +4,15 @@ import functools
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from convert.checkpoint_source import CheckpointSource, open_checkpoint
 from convert.files import dtypes
-from convert.files.safetensors_file import SafetensorsWriter, read_header
-from convert.files.tensor_info import TensorInfo
+from convert.files.hf_folder import CONFIG_FILE
+from convert.files.safetensors_file import SafetensorsWriter
+from convert.files.weight_files import SAFETENSORS_INDEX
 from convert.hf_config_export import (
     Compat,
     generation_config,
@@ -23,11 +22,10 @@ from convert.hf_config_export import (
 from convert.import_plan import DtypeChoice
 from convert.pipeline import Job, run_all
 from convert.progress import Progress, Summary, count_dtypes
-from convert.staging import new_folder
+from convert.staging import copy_files, new_folder
 from jaxseek.errors import UserError
 
-CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
-INDEX = "model.safetensors.index.json"
+GENERATION_CONFIG = "generation_config.json"
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -53,15 +51,15 @@ def to_hf(
         step: which checkpoint of a run; the newest without.
 
     Raises:
-        UserError: before anything is written, where the checkpoint is incomplete, damaged or not
-            readable, or `out` exists; where writing fails or other bytes are read back than were
-            written. Nothing is left at `out` then.
+        UserError: before anything is written, where the checkpoint is incomplete or `out` exists;
+            where a file is damaged or not readable, which a tensor's own shows when it is read;
+            where writing fails or other bytes are read back than were written. Nothing is left at
+            `out` then.
     """
     source = open_checkpoint(checkpoint, dtype=dtype, step=step)
     source.verify()
-    mtp = read_header(source.mtp_file) if source.mtp_file else {}
     tensors: _Tensors = {name: (source.dtypes[name], t.shape) for name, t in source.tensors.items()}
-    tensors |= {name: (info.dtype, info.shape) for name, info in mtp.items()}
+    tensors |= {name: (info.dtype, info.shape) for name, info in source.mtp.items()}
     written = count_dtypes((d, math.prod(s), _nbytes((d, s))) for d, s in tensors.values())
     total = sum(nbytes for _, _, nbytes in written.values())
     with (
@@ -71,17 +69,17 @@ def to_hf(
         shards = plan_shards(tensors, shard_size=shard_size)
         for file_name, names in shards.items():
             shard = {name: tensors[name] for name in names}
-            _write_shard(partial / file_name, shard, source=source, mtp=mtp, progress=progress)
+            _write_shard(partial / file_name, shard, source=source, progress=progress)
         if len(shards) > 1:
             write_index(partial, shards, tensors=tensors)
         _write_rest(partial, source, main_dtype=next(iter(written)), compat=compat)
     return Summary(
         dtypes=written,
         read=sum(map(source.stored_bytes, source.tensors.values()))
-        + sum(info.nbytes for info in mtp.values()),
+        + sum(info.nbytes for info in source.mtp.values()),
         written=total,
         seconds=progress.seconds,
-        notes=tuple(_notes(source, mtp=mtp, dtype=dtype)),
+        notes=tuple(_notes(source, dtype=dtype)),
     )
 
 
@@ -122,14 +120,13 @@ def _write_shard(
     tensors: _Tensors,
     *,
     source: CheckpointSource,
-    mtp: Mapping[str, TensorInfo],
     progress: Progress,
 ) -> None:
     def write(writer: SafetensorsWriter, name: str) -> None:
-        for start, block in _mtp_blocks(mtp[name]) if name in mtp else source.blocks(name):
+        is_mtp = name in source.mtp
+        for start, block in source.mtp_blocks(name) if is_mtp else source.blocks(name):
             writer.write(name, block, start=start)
-        block = None  # the last map of a chunk, which holds its pages
-        if name not in mtp:
+        if not is_mtp:
             source.release(name)
 
     with SafetensorsWriter(file, tensors) as writer:
@@ -138,11 +135,6 @@ def _write_shard(
             for name, tensor in tensors.items()
         )
         run_all(jobs, done=progress.advance)
-
-
-def _mtp_blocks(info: TensorInfo) -> Iterator[tuple[int, np.ndarray]]:
-    dtype = dtypes.NUMPY[info.dtype]
-    yield 0, np.fromfile(info.file, dtype, info.size, offset=info.offset).reshape(info.shape)
 
 
 def _claimed_dtype(config: Mapping[str, Any]) -> str | None:
@@ -158,7 +150,7 @@ def write_index(folder: Path, shards: Mapping[str, list[str]], *, tensors: _Tens
         "total_size": sum(map(_nbytes, tensors.values())),
     }
     weight_map = {name: file for file, names in shards.items() for name in names}
-    write_json(folder / INDEX, {"metadata": metadata, "weight_map": weight_map})
+    write_json(folder / SAFETENSORS_INDEX, {"metadata": metadata, "weight_map": weight_map})
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -173,21 +165,18 @@ def _write_rest(folder: Path, source: CheckpointSource, *, main_dtype: str, comp
         original = source.source["config"]
         if main_dtype == source.source["main_dtype"]:  # what was said of the weights still holds
             claimed = _claimed_dtype(original) or main_dtype
-    for file in source.carried_files:
-        (folder / file.name).write_bytes(file.read_bytes())
+    copy_files(source.carried_files, folder)
     if not (folder / GENERATION_CONFIG).exists():
         write_json(folder / GENERATION_CONFIG, generation_config(source.config, source=original))
     # Last, for without it nobody takes the rest for a model.
     config = hf_config(source.config, source=original, dtype=claimed, compat=compat)
-    write_json(folder / CONFIG, config)
+    write_json(folder / CONFIG_FILE, config)
 
 
-def _notes(
-    source: CheckpointSource, *, mtp: Mapping[str, TensorInfo], dtype: DtypeChoice
-) -> list[str]:
+def _notes(source: CheckpointSource, *, dtype: DtypeChoice) -> list[str]:
     notes = [f"{line}." for line in not_in_transformers(source.config)]
     layers = source.config.num_nextn_predict_layers
-    if layers and not mtp:
+    if layers and not source.mtp:
         notes.append(f"MTP layers: config.json names {layers}, this checkpoint holds none.")
     if source.source is None and dtype == "keep":
         notes.append("The weights are the run's own; --dtype bfloat16 halves float32 ones.")

@@ -11,7 +11,6 @@ dims stand in another order there is said by zarr's transpose codec.
 
 import functools
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from convert.import_plan import DtypeChoice, ImportPlan, plan_import
 from convert.names import checkpoint_leaf
 from convert.pipeline import Job, run_all
 from convert.progress import Progress, Summary, count_dtypes
-from convert.staging import new_folder
+from convert.staging import copy_files, new_folder
 from jaxseek.checkpoint_arrays import chunk_file, create_raw_array, write_orbax_metadata
 from jaxseek.checkpoint_files import (
     ARRAYS_FOLDER,
@@ -35,14 +34,13 @@ from jaxseek.checkpoint_files import (
     record_files,
     write_manifest,
 )
-from jaxseek.layout import LAYERS_DIM, ParamSpec, flatten_paths
+from jaxseek.layout import ParamSpec, flatten_paths
 from jaxseek.model import split
 from jaxseek.paths import CHECKPOINTS, HF_FILES
 from jaxseek.schema import to_values
 
 STEP = 0
 MTP_FILE = "mtp.safetensors"
-_STACK_DIMS = (LAYERS_DIM, "experts")
 _BLOCK = 1 << 20  # hashed and written while it is in the processor's cache
 
 
@@ -70,6 +68,7 @@ def to_jax(source: Path, out: Path, *, dtype: DtypeChoice = "keep") -> Summary:
         ):
             step = partial / CHECKPOINTS / str(STEP)
             (step / ARRAYS_FOLDER).mkdir(parents=True)
+            (partial / HF_FILES).mkdir()
             copy_files(folder.carried_files(), partial / HF_FILES)
             _write_step(plan, step, progress)  # complete with its last file, the manifest
         return Summary(
@@ -79,13 +78,6 @@ def to_jax(source: Path, out: Path, *, dtype: DtypeChoice = "keep") -> Summary:
             seconds=progress.seconds,
             notes=plan.notes,
         )
-
-
-def copy_files(files: list[Path], folder: Path) -> None:
-    """Copies of `files` in the new `folder`."""
-    folder.mkdir()
-    for file in files:
-        shutil.copyfile(file, folder / file.name)
 
 
 def _write_step(plan: ImportPlan, step: Path, progress: Progress) -> None:

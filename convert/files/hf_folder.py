@@ -11,11 +11,13 @@ import numpy as np
 
 from convert.files import strict_json
 from convert.files.dtypes import NUMPY
+from convert.files.page_cache import forget_pages
 from convert.files.tensor_info import TensorInfo
 from convert.files.weight_files import find_weights
 from convert.staging import unfinished
 from jaxseek.checkpoint_files import MANIFEST_FILE
 from jaxseek.errors import UserError
+from jaxseek.paths import CHECKPOINTS
 
 CONFIG_FILE = "config.json"
 
@@ -25,7 +27,6 @@ _INDEX_SUFFIX = ".index.json"
 # Linux maps the pages around the one that is read along with it, 64 KiB at a time. `release` lets
 # go of them too; without it a model of many small tensors would stay resident piece by piece.
 _RELEASED = max(mmap.PAGESIZE, 2**16)
-_CAN_FORGET = hasattr(os, "posix_fadvise")  # macOS cannot
 _CAN_RELEASE = hasattr(mmap, "MADV_DONTNEED")  # Windows cannot
 
 
@@ -95,14 +96,11 @@ class HFFolder:
         mapped.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
     def forget(self, name: str) -> None:
-        """`release`, and gives the page cache of the tensor's part of its file back to the system:
-        a conversion reads it once, and may be larger than memory.
-        """
+        """`release`, and gives the page cache of the tensor's part of its file back too."""
         self.release(name)
         info = self.tensors[name]
-        if _CAN_FORGET and info.size:
-            with info.file.open("rb") as file:
-                os.posix_fadvise(file.fileno(), info.offset, _extent(info), os.POSIX_FADV_DONTNEED)
+        if info.size:
+            forget_pages(info.file, start=info.offset, size=_extent(info))
 
     def carried_files(self) -> list[Path]:
         """What belongs to a model besides config and weights: tokenizer, templates, code, licence.
@@ -187,7 +185,7 @@ def _no_config(folder: Path) -> str:
     export = "'python -m convert to-hf' makes such a folder of it."
     if (folder / MANIFEST_FILE).exists():
         return f"{folder} is a checkpoint of jaxseek, no folder in Hugging Face's format. {export}"
-    if (folder / "checkpoints").is_dir():
+    if (folder / CHECKPOINTS).is_dir():
         return f"{folder} is a run of jaxseek, no folder in Hugging Face's format. {export}"
     inside = sorted(file.parent for file in folder.glob(f"snapshots/*/{CONFIG_FILE}"))
     if inside:

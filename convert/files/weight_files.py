@@ -13,6 +13,8 @@ from convert.files.safetensors_file import read_header
 from convert.files.tensor_info import TensorInfo
 from jaxseek.errors import UserError
 
+SAFETENSORS_INDEX = "model.safetensors.index.json"
+
 _PART = re.compile(r"(?P<name>.+)-(?P<number>\d{1,6})-of-(?P<total>\d{1,6})\.[a-z]+")
 _SHOWN_NAMES = 10
 
@@ -41,9 +43,7 @@ def _read_torch(path: Path) -> dict[str, TensorInfo]:
     return read_torch_file(path)
 
 
-_SAFETENSORS = _Container(
-    pattern="*.safetensors", index="model.safetensors.index.json", read=read_header
-)
+_SAFETENSORS = _Container(pattern="*.safetensors", index=SAFETENSORS_INDEX, read=read_header)
 # Not every .bin: trainers leave optimizer.bin, training_args.bin and the like beside the weights.
 _TORCH = _Container(
     pattern="pytorch_model*.bin", index="pytorch_model.bin.index.json", read=_read_torch

@@ -14,8 +14,6 @@ import numpy as np
 
 from convert.checkpoint_source import CheckpointSource
 from convert.files import dtypes
-from convert.files.safetensors_file import read_header
-from convert.files.tensor_info import TensorInfo
 from convert.import_plan import ImportPlan
 from convert.names import hf_tensors
 from jaxseek.config import ModelConfig
@@ -111,15 +109,14 @@ class CheckpointWeights:
         self.path = source.folder
         self.config = source.config
         self.source = source
-        self._mtp_infos = read_header(source.mtp_file) if source.mtp_file else {}
-        self.mtp = frozenset(self._mtp_infos)
+        self.mtp = frozenset(source.mtp)
         self.shapes = {name: tensor.shape for name, tensor in source.tensors.items()}
-        self.shapes |= {name: info.shape for name, info in self._mtp_infos.items()}
-        self.dtypes = {**source.dtypes} | {n: info.dtype for n, info in self._mtp_infos.items()}
+        self.shapes |= {name: info.shape for name, info in source.mtp.items()}
+        self.dtypes = {**source.dtypes} | {n: info.dtype for n, info in source.mtp.items()}
 
     def blocks(self, name: str) -> Iterator[tuple[int, np.ndarray]]:
         if name in self.mtp:
-            return _file_blocks(self._mtp_infos[name])
+            return self.source.mtp_blocks(name)
         # Checksums are read where values differ, to tell damage from training.
         return self.source.blocks(name, check=False)
 
@@ -143,10 +140,3 @@ def row_spans(shape: Sequence[int], *, dtype: str) -> Iterator[tuple[int, int]]:
     step = max(1, _BLOCK_BYTES // row)
     rows = shape[0] if shape else 1
     return ((start, min(start + step, rows)) for start in range(0, rows, step))
-
-
-def _file_blocks(info: TensorInfo) -> Iterator[tuple[int, np.ndarray]]:
-    row, dtype = row_size(info.shape), dtypes.NUMPY[info.dtype]
-    for start, stop in row_spans(info.shape, dtype=info.dtype):
-        offset = info.offset + start * row * dtype.itemsize
-        yield start * row, np.fromfile(info.file, dtype, (stop - start) * row, offset=offset)

@@ -25,13 +25,13 @@ from pathlib import Path
 import numpy as np
 
 from convert.files.dtypes import NUMPY
-from convert.files.hf_folder import open_hf_folder
+from convert.files.hf_folder import CONFIG_FILE, open_hf_folder
 from convert.files.safetensors_file import SafetensorsWriter
 from convert.hf_config_export import hf_config
-from convert.import_plan import stored_dtype
+from convert.import_plan import chosen_dtype
 from convert.names import hf_tensors
 from convert.progress import human_bytes
-from convert.to_hf import CONFIG, plan_shards, write_index, write_json
+from convert.to_hf import plan_shards, write_index, write_json
 from jaxseek.config import ModelConfig
 from jaxseek.presets import load_preset
 
@@ -65,7 +65,7 @@ def main() -> None:
 def make_checkpoint(config: ModelConfig, folder: Path) -> None:
     """A Hugging Face folder of random weights in the dtypes of a release."""
     folder.mkdir()
-    dtypes = {name: stored_dtype(name, "BF16", "keep") for name in hf_tensors(config)}
+    dtypes = {name: chosen_dtype(name, "BF16", "keep") for name in hf_tensors(config)}
     tensors = {name: (dtypes[name], t.shape) for name, t in hf_tensors(config).items()}
     shards = plan_shards(tensors, shard_size=_SHARD_BYTES)
     rng = np.random.default_rng(0)
@@ -82,7 +82,7 @@ def make_checkpoint(config: ModelConfig, folder: Path) -> None:
                     writer.write(name, block, start=done)
     if len(shards) > 1:
         write_index(folder, shards, tensors=tensors)
-    write_json(folder / CONFIG, hf_config(config, source=None, dtype="BF16"))
+    write_json(folder / CONFIG_FILE, hf_config(config, source=None, dtype="BF16"))
 
 
 def _compare(config: ModelConfig, folder: Path, *, rounds: int) -> None:

@@ -92,8 +92,13 @@ def find_tokenizer(folder: Path) -> Path | None:
 def _folder_model(path: Path) -> Settings:
     """Settings of the model in a folder; what it was trained with besides is not taken."""
     from convert.checkpoint_folder import find_step, is_checkpoint, model_of  # numpy
+    from jaxseek.checkpoint_files import read_manifest
 
-    config = model_of(find_step(path)) if is_checkpoint(path) else _hf_config(path)
+    if is_checkpoint(path):
+        step = find_step(path)
+        config = model_of(step, read_manifest(step))
+    else:
+        config = _hf_config(path)
     settings = {
         f"model.{key}": Setting(value=value, origin=f"{path}: {key}")
         for key, value in to_values(config).items()

@@ -118,7 +118,7 @@ def _open_checkpoint(folder: Path, model: ModelConfig) -> Pretrained:
     wanted = hf_tensors(model)
     _check_fit(folder, model, wanted=wanted, config=checkpoint.config, tensors=checkpoint.tensors)
     notes = _changes(folder, checkpoint.config, model)
-    if checkpoint.mtp_file:
+    if checkpoint.mtp:
         notes.append(_mtp_note("The tensors"))
     leaves = checkpoint.manifest.leaves
     used = [leaf for name, leaf in leaves.items() if name.startswith(("params.", "router_bias"))]

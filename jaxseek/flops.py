@@ -5,19 +5,8 @@ arXiv:2204.02311 appendix B).
 from typing import Any
 
 from jaxseek.config import ModelConfig
+from jaxseek.devices import device_of_kind
 from jaxseek.layout import ParamSpec, flatten_paths
-
-# Dense bf16 peak in TFLOP/s, as the makers' data sheets give it, by a part of JAX's `device_kind`.
-_PEAK_TFLOPS = {
-    "RTX 3090": 71.2,
-    "RTX 4090": 165.2,
-    "RTX 5090": 209.5,
-    "RTX A6000": 154.8,
-    "L40S": 362.0,
-    "A100": 312.0,
-    "H100": 989.4,
-    "H200": 989.4,
-}
 
 
 def model_flops_per_token(config: ModelConfig, specs: dict, *, seq_len: int) -> float:
@@ -40,8 +29,8 @@ def model_flops_per_token(config: ModelConfig, specs: dict, *, seq_len: int) -> 
 
 def peak_flops(device: Any) -> float | None:
     """Peak dense bf16 FLOP/s of a `jax.Device`, or `None` where it is not known (always on CPU)."""
-    kind = device.device_kind
-    return next((tflops * 1e12 for name, tflops in _PEAK_TFLOPS.items() if name in kind), None)
+    known = device_of_kind(device.device_kind)
+    return None if known is None else known.bf16_tflops * 1e12
 
 
 def _is_expert(path: str, spec: ParamSpec) -> bool:

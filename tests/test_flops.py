@@ -1,9 +1,11 @@
-"""Model FLOPs against the count by hand."""
+"""Model FLOPs against the count by hand, and the peak they are measured against."""
+
+import types
 
 import pytest
 
 from jaxseek import model
-from jaxseek.flops import model_flops_per_token
+from jaxseek.flops import model_flops_per_token, peak_flops
 from tests.tiny import TINY
 
 LENGTH = 64
@@ -27,3 +29,9 @@ def test_of_the_routed_experts_only_the_chosen_ones_count():
     moe = 40 * 8 + 3 * 3 * 40 * 12 + 3 * 40 * 24
     weights = 2 * attention_weights + dense + moe + 40 * 131
     assert flops("moe-16b") == pytest.approx(6 * weights + 3 * LENGTH * 2 * 5 * (8 + 8))
+
+
+def test_the_peak_is_that_of_the_device_table_and_unknown_elsewhere():
+    gpu = types.SimpleNamespace(device_kind="NVIDIA GeForce RTX 4090")
+    assert peak_flops(gpu) == pytest.approx(165.2e12)
+    assert peak_flops(types.SimpleNamespace(device_kind="cpu")) is None

@@ -1,0 +1,142 @@
+"""GPUs by name, from `configs/devices.yaml`, and what `3xrtx4090` stands for."""
+
+import dataclasses
+import functools
+import re
+
+from jaxseek.errors import UserError
+from jaxseek.paths import configs_dir
+from jaxseek.schema import build, nearest_names
+from jaxseek.yaml_file import read_yaml
+
+GIB = 2**30
+# Of one direction, 10^9 bytes a second and lane, after line coding (PCI-SIG).
+_PCIE_LANE_GB_S = {3: 0.985, 4: 1.969, 5: 3.938}
+# What a process holds outside of XLA's pool: the CUDA context with its kernels, cuBLAS and cuDNN;
+# and, where there is more than one GPU, the buffers of NCCL's channels. Both are assumed from
+# experience and measured on none of the machines that jaxseek is tested on.
+CONTEXT_GIB = 0.6
+NCCL_GIB = 0.4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Device:
+    """One kind of GPU.
+
+    Attributes:
+        name: the maker's.
+        bf16_tflops: dense peak with float32 accumulation, 10^12 operations a second.
+        memory_mib: the total that nvidia-smi shows.
+        memory_gb_s: peak of the memory bus, 10^9 bytes a second.
+        compute_capability: CUDA's.
+        pcie_generation: of the slot.
+        pcie_lanes: of the slot.
+        peer_access: whether GPUs reach each other over PCIe without the host's memory.
+        multiprocessors: number of them.
+        clock_ghz: boost clock.
+        l2_mib: level 2 cache.
+        shared_kib: shared memory of a multiprocessor; one block may have 1 KiB less.
+        threads: of a multiprocessor.
+        source: where the figures stand.
+        device_kind: part of JAX's `device_kind`; left out for what is no real GPU.
+        nvlink_gb_s: of one GPU, one direction; left out without NVLink.
+        nvlink_gpus: how many GPUs NVLink joins.
+    """
+
+    name: str
+    bf16_tflops: float
+    memory_mib: int
+    memory_gb_s: float
+    compute_capability: float
+    pcie_generation: int
+    pcie_lanes: int
+    peer_access: bool
+    multiprocessors: int
+    clock_ghz: float
+    l2_mib: int
+    shared_kib: int
+    threads: int
+    source: str
+    device_kind: str | None = None
+    nvlink_gb_s: float | None = None
+    nvlink_gpus: int = 0
+
+    @property
+    def memory_gib(self) -> float:
+        """Total memory in GiB."""
+        return self.memory_mib / 1024
+
+    @property
+    def pcie_gb_s(self) -> float:
+        """Peak of the slot in one direction, 10^9 bytes a second."""
+        return _PCIE_LANE_GB_S[self.pcie_generation] * self.pcie_lanes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fleet:
+    """So many GPUs of one kind in one machine, as `3xrtx4090` names them."""
+
+    count: int
+    key: str
+    device: Device
+
+    @classmethod
+    def parse(cls, text: str) -> "Fleet":
+        """`"3xrtx4090"` is three RTX 4090; the number may be left out.
+
+        Raises:
+            UserError: when `text` has another form or names no known GPU; the known are listed.
+        """
+        match = re.fullmatch(r"(?:([1-9]\d*)x)?([a-z][\w-]*)", text.strip().lower())
+        if not match:
+            raise UserError(
+                f"gpus: {text!r} is not of the form NxGPU, for example 3xrtx4090; known GPUs are "
+                f"{', '.join(devices())}."
+            )
+        return cls(count=int(match[1] or 1), key=match[2], device=find_device(match[2]))
+
+    @property
+    def usable_gib(self) -> float:
+        """Memory of one GPU in GiB that a training program can use."""
+        reserved = CONTEXT_GIB + (NCCL_GIB if self.count > 1 else 0.0)
+        return self.device.memory_gib - reserved
+
+    def __str__(self) -> str:
+        return f"{self.count}x{self.key}"
+
+
+@functools.cache
+def devices() -> dict[str, Device]:
+    """All known GPUs by their short name, in the order of the table.
+
+    Raises:
+        UserError: when the table is damaged.
+    """
+    settings = read_yaml(configs_dir() / "devices.yaml")
+    keys = dict.fromkeys(key.partition(".")[0] for key in settings)
+    return {key: build(Device, settings, prefix=f"{key}.") for key in keys}
+
+
+def find_device(key: str) -> Device:
+    """The GPU of a short name such as `rtx4090`.
+
+    Raises:
+        UserError: when it is not known; the message lists those that are.
+    """
+    known = devices()
+    if key not in known:
+        near = nearest_names(key, known)
+        hint = f"the nearest is {' or '.join(near)}; " if near else ""
+        raise UserError(f"gpus: {key!r} is not known; {hint}known are {', '.join(known)}.")
+    return known[key]
+
+
+def device_of_kind(device_kind: str) -> Device | None:
+    """The GPU that JAX calls `device_kind`, or `None` where it is not known (always on CPU).
+
+    Variants that differ in memory only share a kind: their peaks are those of the first.
+    """
+    for device in devices().values():
+        if device.device_kind and device.device_kind in device_kind:
+            return device
+    return None

@@ -1,0 +1,38 @@
+"""`python -m jaxseek.plan`."""
+
+import json
+import sys
+
+from rich.console import Console
+
+from jaxseek.cli import run_main
+from jaxseek.plan.cli import parse_arguments
+from jaxseek.plan.compilation import prepare
+
+
+def main() -> None:
+    """Check the arguments before JAX starts, then compile and print."""
+    arguments = parse_arguments(sys.argv[1:])
+    fleet = arguments.request.fleet
+    target = prepare(fleet)
+    from jaxseek.plan.planner import make_plan  # imports JAX, which must find what was prepared
+    from jaxseek.plan.report import TABLE_WIDTH, assumptions, print_plan
+    from jaxseek.plan.timing import COMPUTE_FRACTION, machine_rates
+
+    progress = Console(stderr=True, highlight=False)
+    rates = machine_rates(
+        fleet,
+        compute_fraction=arguments.efficiency or COMPUTE_FRACTION,
+        wire_gb_s=arguments.bandwidth,
+    )
+    plan = make_plan(arguments.request, rates=rates, target=target, report=progress.print)
+    if arguments.json:
+        for line in assumptions(plan, fleet=fleet):
+            progress.print(line, markup=False)
+        print(json.dumps(plan.to_json(), indent=2))
+    else:
+        print_plan(plan, fleet=fleet, console=Console(width=max(Console().width, TABLE_WIDTH)))
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main, program="jaxseek.plan"))

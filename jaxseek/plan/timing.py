@@ -1,0 +1,159 @@
+"""How long a step takes: a model, not a measurement.
+
+    step = max(compute, overlapped communication) + exposed communication + optimizer
+
+Compute runs at a stated fraction of the chip's peak, communication at a stated bandwidth, the
+optimizer at a stated fraction of the memory's. A collective overlaps only where the compiled
+schedule computes between its start and its end.
+"""
+
+import dataclasses
+from typing import Literal
+
+from jaxseek.devices import Fleet
+from jaxseek.layout import flatten_paths
+from jaxseek.mesh import TENSOR_AXIS
+from jaxseek.model import DENSE_STACK, MOE_STACK
+from jaxseek.plan.theory import local_size
+from jaxseek.train.state import Program
+
+Bound = Literal["compute", "memory", "PCIe", "NVLink", "nothing"]
+COMPUTE_FRACTION = 0.5
+_MEMORY_FRACTION = 0.8
+# Of the link's peak, as a ring of NCCL sees it. GeForce cards pass everything through the host's
+# memory, which two or more of them share.
+_NVLINK_FRACTION, _PEER_FRACTION, _HOST_FRACTION = 0.75, 0.7, 0.4
+# Products of which "selective" keeps the result.
+_KEPT = ("o_proj", "down_proj")
+# Blockwise attention: two products forward; five backward, which computes the scores anew. The
+# model's own count is two and four.
+_ATTENTION_FORWARD, _ATTENTION_BACKWARD = 2, 5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What the model assumes of the machine.
+
+    Attributes:
+        flops: bf16 operations of one GPU a second.
+        memory: bytes a second from and to one GPU's memory.
+        wire: bytes a second that one GPU sends while a ring runs.
+        link: what the ring runs over.
+        compute_fraction: `flops` as a fraction of the peak.
+        link_words: where `wire` comes from.
+    """
+
+    flops: float
+    memory: float
+    wire: float
+    link: Literal["PCIe", "NVLink"]
+    compute_fraction: float
+    link_words: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of one optimizer step, and of its parts."""
+
+    compute: float
+    overlapped: float
+    exposed: float
+    optimizer: float
+    link: Literal["PCIe", "NVLink"]
+
+    @property
+    def seconds(self) -> float:
+        """The whole step."""
+        return max(self.compute, self.overlapped) + self.exposed + self.optimizer
+
+    @property
+    def bound_by(self) -> Bound:
+        """What to make faster first."""
+        parts: dict[Bound, float] = {
+            "compute": self.compute,
+            "memory": self.optimizer,
+            self.link: self.overlapped + self.exposed,
+        }
+        return max(parts, key=lambda part: parts[part])
+
+
+def machine_rates(fleet: Fleet, *, compute_fraction: float, wire_gb_s: float | None) -> Rates:
+    """Assumed rates of `fleet`; `wire_gb_s` (10^9 bytes a second) replaces the assumed link."""
+    device = fleet.device
+    nvlink = device.nvlink_gb_s if fleet.count <= device.nvlink_gpus else None
+    if nvlink is not None:
+        peak, fraction = nvlink, _NVLINK_FRACTION
+    else:
+        peak = device.pcie_gb_s
+        fraction = _PEER_FRACTION if device.peer_access else _HOST_FRACTION
+    link: Literal["PCIe", "NVLink"] = "PCIe" if nvlink is None else "NVLink"
+    kind = link
+    if nvlink is None:
+        kind = f"PCIe {device.pcie_generation}.0 x{device.pcie_lanes}"
+        kind += "" if device.peer_access else " through host memory"
+    assumed = f"{fraction:.0%} of {kind}'s {peak:.1f} GB/s"
+    return Rates(
+        flops=device.bf16_tflops * 1e12 * compute_fraction,
+        memory=device.memory_gb_s * 1e9 * _MEMORY_FRACTION,
+        wire=(wire_gb_s or peak * fraction) * 1e9,
+        link=link,
+        compute_fraction=compute_fraction,
+        link_words="as given" if wire_gb_s else assumed,
+    )
+
+
+def step_time(
+    program: Program,
+    *,
+    rates: Rates,
+    state_bytes: int,
+    overlapped_bytes: int,
+    exposed_bytes: int,
+) -> StepTime:
+    """Predict a step of `program` on one of its GPUs, which sends so many bytes.
+
+    Args:
+        state_bytes: parameters and two moments; the optimizer reads and writes them and reads a
+            gradient.
+    """
+    gradient_bytes = state_bytes / 3
+    return StepTime(
+        compute=device_flops(program) / rates.flops,
+        overlapped=overlapped_bytes / rates.wire,
+        exposed=exposed_bytes / rates.wire,
+        optimizer=(2 * state_bytes + gradient_bytes) / rates.memory,
+        link=rates.link,
+    )
+
+
+def device_flops(program: Program) -> float:
+    """FLOPs that the most loaded GPU executes in a step: recomputation, and weights that every
+    tensor rank multiplies whole, included.
+    """
+    run, config = program.run, program.run.model
+    ranks = program.mesh.shape[TENSOR_AXIS]
+    active = (config.num_experts_per_tok or 0) / (config.n_routed_experts or 1)
+    layouts = flatten_paths(program.layout)
+    per_token = 0.0
+    for path, spec in flatten_paths(program.specs).items():
+        tied = spec.role == "embedding" and config.tie_word_embeddings
+        if not (spec.role in ("matrix", "router") or tied):
+            continue
+        share = active if "experts" in spec.dims and ".experts." in path else 1.0
+        forwards = 1 + _recomputed(path, remat=run.remat)
+        per_token += 2 * (forwards + 2) * share * local_size(layouts[path], tensor=ranks)
+    passes = _ATTENTION_BACKWARD + _ATTENTION_FORWARD * (2 if run.remat == "full" else 1)
+    heads = config.num_hidden_layers * -(-config.num_attention_heads // ranks)
+    widths = (config.attention_head_dim + config.value_head_dim) / 2
+    # Each product costs 2 * T * width; the causal half of it is computed.
+    per_token += passes * run.seq_len * heads * widths
+    tokens = run.sequences_per_micro_batch * run.accumulation * run.seq_len
+    return per_token * tokens
+
+
+def _recomputed(path: str, *, remat: str) -> int:
+    """How often the backward pass repeats a layer's product."""
+    in_layer = path.partition(".")[0] in (DENSE_STACK, MOE_STACK)
+    if remat == "none" or not in_layer:
+        return 0
+    return 0 if remat == "selective" and any(f".{name}." in path for name in _KEPT) else 1

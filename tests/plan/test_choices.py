@@ -1,0 +1,71 @@
+"""Which choices there are, and what is said where there are none."""
+
+import pytest
+
+from jaxseek.errors import UserError
+from jaxseek.plan.choices import Choice, find_choices, parse_only
+from tests.plan.models import DENSE, request
+
+
+def meshes_and_levels(**rest):
+    return {(choice.mesh, choice.zero) for choice in find_choices(request(DENSE, **rest))}
+
+
+def test_three_gpus_split_the_batch_or_the_layers_and_zero_2_needs_accumulation():
+    assert meshes_and_levels() == {("3x1", 0), ("3x1", 1), ("3x1", 3), ("1x3", 0), ("1x3", 3)}
+    assert ("3x1", 2) in meshes_and_levels(tokens_per_step=3000)
+
+
+def test_zero_2_is_planned_where_it_is_asked_for():
+    assert meshes_and_levels(only={"zero": "2"}) == {("3x1", 2)}
+
+
+def test_six_gpus_have_four_meshes_and_one_gpu_has_one():
+    six = {mesh for mesh, _ in meshes_and_levels(gpus="6xrtx4090")}
+    assert six == {"6x1", "3x2", "2x3", "1x6"}
+    assert meshes_and_levels(gpus="rtx4090") == {("1x1", 0)}
+
+
+def test_every_choice_comes_with_every_remat_and_is_a_run():
+    asked = request(DENSE, micro_batch_tokens=256, tokens_per_step=5000)
+    for choice in find_choices(asked):
+        run = asked.run(choice)
+        assert (run.mesh, run.zero, run.remat) == (choice.mesh, choice.zero, choice.remat)
+        assert run.sequences_per_micro_batch * run.seq_len == 256
+        assert run.tokens_per_step >= 5000 > run.tokens_per_step - 256 * run.mesh_shape.data
+    assert len(find_choices(asked)) % 3 == 0
+
+
+@pytest.mark.parametrize(
+    ("only", "message"),
+    [
+        ({"mesh": "2x2"}, r"2x2 has 4 devices, not those of 3xrtx4090; possible: 3x1, 1x3\."),
+        ({"mesh": "three"}, "not of the form AxB"),
+        ({"mesh": "1x3", "zero": "1"}, r"zero 1 is not possible on mesh 1x3; possible: 0, 3\."),
+        ({"state": "int8"}, r"state int8 is not possible; possible: float32\."),
+        ({"layers": "3"}, r"'layers' is not known; known are mesh, zero, remat, state, offload\."),
+    ],
+)
+def test_what_is_not_possible_is_refused_with_what_is(only, message):
+    with pytest.raises(UserError, match=message):
+        find_choices(request(DENSE, only=only))
+
+
+def test_only_reads_back_and_refuses_anything_else():
+    assert parse_only("mesh=3x1, zero=3") == {"mesh": "3x1", "zero": "3"}
+    for text in ("mesh", "mesh=", "=3", "mesh=3x1,"):
+        with pytest.raises(UserError, match="KEY=VALUE"):
+            parse_only(text)
+    with pytest.raises(UserError, match="zero is given a second time"):
+        parse_only("zero=1,zero=3")
+
+
+def test_a_micro_batch_is_whole_sequences():
+    with pytest.raises(UserError, match="not a multiple of --seq-len 128; use 512"):
+        request(DENSE, micro_batch_tokens=500)
+
+
+def test_sequences_longer_than_the_model_takes_are_refused():
+    choice = Choice(mesh="3x1", zero=3, remat="full")
+    with pytest.raises(UserError, match="max_position_embeddings"):
+        request(DENSE, seq_len=1024).run(choice)

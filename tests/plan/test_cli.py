@@ -1,0 +1,107 @@
+"""The command line: what is read, and one message with exit code 2 for every mistake."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxseek.errors import UserError
+from jaxseek.plan.cli import parse_arguments
+from jaxseek.presets import load_preset
+
+ROOT = Path(__file__).parents[2]
+GPUS = ["--model", "deepseek-coder-1.3b", "--gpus", "3xrtx4090"]
+
+
+def run_plan(*arguments):
+    """`python -m jaxseek.plan`, compiled for emulated CPU devices by LLVM's short way."""
+    flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    return subprocess.run(
+        [sys.executable, "-m", "jaxseek.plan", *arguments],
+        cwd=ROOT,
+        env=os.environ | {"XLA_FLAGS": flags},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_flags_become_a_request():
+    line = [*GPUS, "--mesh", "3x1", "--zero", "3", "--seq-len", "2048", "--batch-per-gpu", "4096"]
+    asked = parse_arguments([*line, "--bandwidth", "20", "--json"])
+    request = asked.request
+    assert request.model == load_preset("deepseek-coder-1.3b")
+    assert (str(request.fleet), request.seq_len, request.resolved_micro_batch) == (
+        "3xrtx4090",
+        2048,
+        4096,
+    )
+    assert request.only == {"mesh": "3x1", "zero": "3"}
+    assert (asked.json, asked.bandwidth, asked.efficiency) == (True, 20.0, None)
+
+
+def test_a_config_json_without_weights_is_enough(tmp_path):
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    asked = parse_arguments(["--model", str(tmp_path), "--gpus", "2xrtx3090"])
+    assert (asked.request.model.hidden_size, asked.request.model.num_key_value_heads) == (64, 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpus", "3xrtx4090"], "required: --model"),
+        (["--model", "coder-6.7", "--gpus", "rtx4090"], "neither a preset nor a YAML file"),
+        ([*GPUS, "--zero", "4"], "invalid choice: '4'"),
+        ([*GPUS, "--efficiency", "1.5"], "--efficiency must be above 0 and at most 1, got 1.5"),
+        ([*GPUS, "--bandwidth", "0"], "--bandwidth must be above 0, got 0"),
+        ([*GPUS, "--tokens-per-step", "0"], "--tokens-per-step must be at least 1"),
+        ([*GPUS, "--seq-len", "0"], "--seq-len must be at least 1"),
+        ([*GPUS, "--seq-len", "100000"], "longer than the model's max_position_embeddings"),
+        ([*GPUS, "--zero", "1", "--only", "zero=3"], "--zero 1 and --only zero=3 disagree"),
+        ([*GPUS, "--only", "zero:3"], "not of the form KEY=VALUE"),
+    ],
+)
+def test_a_mistake_is_one_message(arguments, message):
+    with pytest.raises(UserError, match=message):
+        parse_arguments(arguments)
+
+
+def test_a_damaged_config_json_is_named(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match=r"config\.json: not valid JSON"):
+        parse_arguments(["--model", str(tmp_path), "--gpus", "rtx4090"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--gpus", "3xrtx4091"],
+            "'rtx4091' is not known; the nearest is rtx4090; known are rtx3090",
+        ),
+        (["--gpus", "3xrtx4090", "--mesh", "2x2"], "--mesh 2x2 has 4 devices"),
+    ],
+)
+def test_unknown_gpus_and_impossible_meshes_exit_with_code_2(arguments, message):
+    done = run_plan("--model", "deepseek-coder-1.3b", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("jaxseek.plan: error: ") and message in done.stderr
+    assert len(done.stderr.splitlines()) == 1

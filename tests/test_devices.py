@@ -1,0 +1,77 @@
+"""The table of GPUs."""
+
+import pytest
+
+from jaxseek.devices import Fleet, device_of_kind, devices
+from jaxseek.errors import UserError
+
+NEEDED = {
+    "rtx3090",
+    "rtx4090",
+    "rtx5090",
+    "a6000",
+    "l40s",
+    "a100-40gb",
+    "a100-80gb",
+    "h100",
+    "h200",
+    "generic-24gb",
+}
+
+
+def test_the_table_has_every_gpu_with_the_source_of_its_figures():
+    assert devices().keys() >= NEEDED
+    for key, device in devices().items():
+        assert device.source, key
+        assert 50 < device.bf16_tflops < 2000 and 500 < device.memory_gb_s < 10000, key
+        assert 20 < device.memory_gib < 200 and 8.0 <= device.compute_capability <= 12.0, key
+        assert (device.nvlink_gb_s is None) == (device.nvlink_gpus == 0), key
+
+
+def test_the_4090_is_as_its_maker_states():
+    device = devices()["rtx4090"]
+    assert (device.bf16_tflops, device.memory_gb_s, device.compute_capability) == (165.2, 1008, 8.9)
+    assert device.memory_mib * 2**20 == 25757220864
+    assert device.nvlink_gb_s is None and not device.peer_access
+    assert device.pcie_gb_s == pytest.approx(31.5, abs=0.01)
+
+
+def test_a_fleet_is_a_number_and_a_name():
+    fleet = Fleet.parse(" 3xRTX4090 ")
+    assert (fleet.count, fleet.key, str(fleet)) == (3, "rtx4090", "3xrtx4090")
+    assert Fleet.parse("a100-80gb").count == 1
+
+
+def test_a_part_of_the_memory_is_not_the_programs():
+    one, three = Fleet.parse("rtx4090"), Fleet.parse("3xrtx4090")
+    assert three.usable_gib < one.usable_gib < one.device.memory_gib
+    assert 22.5 < three.usable_gib < 23.5
+
+
+@pytest.mark.parametrize(
+    "text", ["", "3", "0xrtx4090", "3x", "3 rtx4090", "-1xrtx4090", "3*rtx4090"]
+)
+def test_anything_else_is_refused_with_the_form_and_the_known_names(text):
+    with pytest.raises(UserError, match="NxGPU, for example 3xrtx4090; known GPUs are rtx3090"):
+        Fleet.parse(text)
+
+
+@pytest.mark.parametrize("text", ["3xrtx4080", "gtx1080", "2xtpu"])
+def test_an_unknown_gpu_is_refused_with_all_that_are_known(text):
+    with pytest.raises(UserError, match="is not known") as caught:
+        Fleet.parse(text)
+    assert all(key in str(caught.value) for key in NEEDED)
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA A100-SXM4-80GB", "a100-40gb"),
+        ("NVIDIA H200", "h200"),
+        ("cpu", None),
+        ("TPU v5e", None),
+    ],
+)
+def test_jaxs_name_of_a_device_finds_it(kind, key):
+    assert device_of_kind(kind) == (devices()[key] if key else None)

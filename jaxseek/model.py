@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jax.ad_checkpoint import checkpoint_name
 
 from jaxseek.config import ModelConfig
 from jaxseek.layers.block import Block
@@ -32,8 +31,10 @@ Params = dict[str, Any]
 DENSE_STACK, MOE_STACK = "dense_layers", "moe_layers"
 # Not a parameter of the optimizer: a state keeps it beside the others, as `router_bias`.
 ROUTER_BIAS_PATH = (MOE_STACK, "mlp", "gate", "e_score_correction_bias")
-_WEIGHTS = "weights"  # name of gathered weights, which no policy saves
-_SAVED = ("attn_out", "attn_lse", "attn_proj", "mlp_out")
+# What "selective" keeps of a layer: all that follows its costly products.
+_SELECTED = ("attn_out", "attn_lse", "attn_proj")
+# What even "full" keeps under tensor parallelism: to compute it anew is an all-reduce.
+_REDUCED = ("attn_proj",)
 
 
 class Inputs(NamedTuple):
@@ -61,21 +62,23 @@ class Execution:
 
     def weights(self, part: str, params: Params) -> Params:
         """The parameters a layer computes with."""
-        if self.gather is None:
-            return params
-        return jax.tree.map(lambda w: checkpoint_name(w, _WEIGHTS), self.gather(part, params))
+        return params if self.gather is None else self.gather(part, params)
 
     def checkpoint(self, body: Callable) -> Callable:
         """`body` (a scanned layer) under the remat policy."""
-        policies = jax.checkpoint_policies
-        if self.remat == "full":
-            return jax.checkpoint(body, prevent_cse=False)
-        if self.remat == "selective":
-            policy = policies.save_only_these_names(*_SAVED)
-            return jax.checkpoint(body, policy=policy, prevent_cse=False)
-        if self.gather is None:
+        if self.remat == "none" and self.gather is None:
             return body
-        policy = policies.save_anything_except_these_names(_WEIGHTS)
+        policies = jax.checkpoint_policies
+        if self.remat == "none":
+            # Gathered weights are not kept: all layers' would be the whole model.
+            policy = policies.save_from_both_policies(
+                policies.dots_saveable, policies.save_only_these_names(*_SELECTED)
+            )
+        elif self.remat == "selective":
+            policy = policies.save_only_these_names(*_SELECTED)
+        else:
+            kept = _REDUCED if self.parallel.tensor_axis is not None else ()
+            policy = policies.save_only_these_names(*kept)
         return jax.checkpoint(body, policy=policy, prevent_cse=False)
 
 

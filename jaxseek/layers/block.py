@@ -39,4 +39,4 @@ class Block(nnx.Module):
             h, stats = self.mlp(h, parallel=parallel)
         else:
             h, stats = self.mlp(h), None
-        return x + checkpoint_name(reduce_tensor(h, parallel), "mlp_out"), stats
+        return x + reduce_tensor(h, parallel), stats

@@ -23,15 +23,8 @@ if TYPE_CHECKING:
 
 Target = Literal["cuda", "cpu"]
 _CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
-# Without the latency-hiding scheduler XLA waits for every collective right where it starts it; with
-# it, 14 % of the bytes of a dense ZeRO-3 step travel while products run, and 61 % where a layer's
-# weights are gathered during the layer before (Coder-1.3B on 3x1, 0.2 GiB more memory).
 # Autotuning runs kernels, which takes a GPU.
-_CUDA_OPTIONS: Mapping[str, str | bool | int] = {
-    "xla_gpu_enable_latency_hiding_scheduler": True,
-    "xla_gpu_enable_pipelined_all_gather": True,
-    "xla_gpu_autotune_level": 0,
-}
+_WITHOUT_GPU: Mapping[str, str | bool | int] = {"xla_gpu_autotune_level": 0}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,18 +101,10 @@ def planning_program(run: RunConfig, *, fleet: Fleet, target: Target) -> "Progra
 
 def compile_step(program: "Program", *, target: Target) -> CompiledStep:
     """Compile the train step of `program` from abstract arrays."""
-    import jax
-    import jax.numpy as jnp
+    from jaxseek.train.compiled import compile_train_step
 
-    from jaxseek.train.step import StepBatch, make_train_step
-
-    run = program.run
-    shape = (run.accumulation, run.sequences_per_step // run.accumulation, run.seq_len)
-    row = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=program.batch_sharding)
     started = time.perf_counter()
-    lowered = make_train_step(program).lower(program.abstract_state, StepBatch(row, row, row, row))
-    options = dict(_CUDA_OPTIONS) if target == "cuda" else None
-    compiled = lowered.compile(compiler_options=options)
+    compiled = compile_train_step(program, options=_WITHOUT_GPU if target == "cuda" else {})
     seconds = time.perf_counter() - started
     memory = compiled.memory_analysis()
     return CompiledStep(

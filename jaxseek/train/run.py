@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from rich.console import Console
 
 from jaxseek import compilation_cache
@@ -22,6 +21,7 @@ from jaxseek.ops.attention import choose_implementation
 from jaxseek.paths import CHECKPOINTS, TOKENIZER, cache_dir
 from jaxseek.run_config import RunConfig
 from jaxseek.train.cli import Invocation
+from jaxseek.train.compiled import compile_train_step
 from jaxseek.train.console import perplexity
 from jaxseek.train.loop import Training, evaluate, run_steps
 from jaxseek.train.pretrained import Pretrained, open_pretrained
@@ -34,7 +34,7 @@ from jaxseek.train.state import (
     make_program,
     state_from_params,
 )
-from jaxseek.train.step import StepBatch, make_eval_step, make_train_step
+from jaxseek.train.step import make_eval_step
 from jaxseek.train.text import TrainingText, prepare_text
 
 _SAMPLE_PROMPT, _SAMPLE_TOKENS = "def ", 80
@@ -235,14 +235,8 @@ def _compile(
 ) -> Training:
     """Compile the programs of the run; say how long it took and what one device holds."""
     run = program.run
-    shape = (run.accumulation, run.sequences_per_step // run.accumulation, run.seq_len)
-    row = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=program.batch_sharding)
     started = time.perf_counter()
-    step = (
-        make_train_step(program)
-        .lower(program.abstract_state, StepBatch(row, row, row, row))
-        .compile()
-    )
+    step = compile_train_step(program)
     memory = step.memory_analysis()
     state_mib, temporary_mib = (
         size / 2**20 for size in (memory.argument_size_in_bytes, memory.temp_size_in_bytes)

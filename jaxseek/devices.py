@@ -13,10 +13,12 @@ GIB = 2**30
 # Of one direction, 10^9 bytes a second and lane, after line coding (PCI-SIG).
 _PCIE_LANE_GB_S = {3: 0.985, 4: 1.969, 5: 3.938}
 # What a process holds outside of XLA's pool: the CUDA context with its kernels, cuBLAS and cuDNN;
-# and, where there is more than one GPU, the buffers of NCCL's channels. Both are assumed from
-# experience and measured on none of the machines that jaxseek is tested on.
+# and, where there is more than one GPU, the buffers of NCCL's channels, of which a ring over PCIe
+# has few. Over NVLink people measured 0.7 GiB for each communicator (NCCL issue 964), of which a
+# mesh of two axes has three. Assumed, and measured on none of the machines that jaxseek is tested
+# on.
 CONTEXT_GIB = 0.6
-NCCL_GIB = 0.4
+_NCCL_PCIE_GIB, _NCCL_NVLINK_GIB = 0.4, 2.1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,21 +26,21 @@ class Device:
     """One kind of GPU.
 
     Attributes:
-        name: the maker's.
+        name: what nvidia-smi and JAX call it.
         bf16_tflops: dense peak with float32 accumulation, 10^12 operations a second.
         memory_mib: the total that nvidia-smi shows.
+        cuda_memory_mib: the total that CUDA gives to programs; the driver keeps the rest.
         memory_gb_s: peak of the memory bus, 10^9 bytes a second.
         compute_capability: CUDA's.
         pcie_generation: of the slot.
         pcie_lanes: of the slot.
         peer_access: whether GPUs reach each other over PCIe without the host's memory.
         multiprocessors: number of them.
-        clock_ghz: boost clock.
+        clock_ghz: the highest that CUDA reports.
         l2_mib: level 2 cache.
         shared_kib: shared memory of a multiprocessor; one block may have 1 KiB less.
         threads: of a multiprocessor.
         source: where the figures stand.
-        device_kind: part of JAX's `device_kind`; left out for what is no real GPU.
         nvlink_gb_s: of one GPU, one direction; left out without NVLink.
         nvlink_gpus: how many GPUs NVLink joins.
     """
@@ -46,6 +48,7 @@ class Device:
     name: str
     bf16_tflops: float
     memory_mib: int
+    cuda_memory_mib: int
     memory_gb_s: float
     compute_capability: float
     pcie_generation: int
@@ -57,7 +60,6 @@ class Device:
     shared_kib: int
     threads: int
     source: str
-    device_kind: str | None = None
     nvlink_gb_s: float | None = None
     nvlink_gpus: int = 0
 
@@ -96,10 +98,21 @@ class Fleet:
         return cls(count=int(match[1] or 1), key=match[2], device=find_device(match[2]))
 
     @property
+    def over_nvlink(self) -> bool:
+        """Whether NVLink joins all of these GPUs."""
+        return self.device.nvlink_gb_s is not None and self.count <= self.device.nvlink_gpus
+
+    @property
+    def nccl_gib(self) -> float:
+        """Memory of one GPU in GiB that NCCL's buffers are taken to need."""
+        if self.count == 1:
+            return 0.0
+        return _NCCL_NVLINK_GIB if self.over_nvlink else _NCCL_PCIE_GIB
+
+    @property
     def usable_gib(self) -> float:
         """Memory of one GPU in GiB that a training program can use."""
-        reserved = CONTEXT_GIB + (NCCL_GIB if self.count > 1 else 0.0)
-        return self.device.memory_gib - reserved
+        return self.device.cuda_memory_mib / 1024 - CONTEXT_GIB - self.nccl_gib
 
     def __str__(self) -> str:
         return f"{self.count}x{self.key}"
@@ -131,12 +144,23 @@ def find_device(key: str) -> Device:
     return known[key]
 
 
-def device_of_kind(device_kind: str) -> Device | None:
-    """The GPU that JAX calls `device_kind`, or `None` where it is not known (always on CPU).
+def key_of_kind(device_kind: str) -> str | None:
+    """The short name of the GPU that nvidia-smi and JAX call `device_kind`, or `None`.
 
-    Variants that differ in memory only share a kind: their peaks are those of the first.
+    Nothing but the whole name will do: an RTX 4090 Laptop GPU or an H100 PCIe is another chip.
     """
-    for device in devices().values():
-        if device.device_kind and device.device_kind in device_kind:
-            return device
-    return None
+    wanted = _plain_name(device_kind)
+    return next(
+        (key for key, known in devices().items() if _plain_name(known.name) == wanted), None
+    )
+
+
+def device_of_kind(device_kind: str) -> Device | None:
+    """The GPU that JAX calls `device_kind`, or `None` where it is not known (always on CPU)."""
+    key = key_of_kind(device_kind)
+    return None if key is None else devices()[key]
+
+
+def _plain_name(name: str) -> str:
+    """Drivers of before 2021 leave out the maker."""
+    return name.strip().lower().removeprefix("nvidia ")

@@ -31,9 +31,42 @@ def test_the_table_has_every_gpu_with_the_source_of_its_figures():
 def test_the_4090_is_as_its_maker_states():
     device = devices()["rtx4090"]
     assert (device.bf16_tflops, device.memory_gb_s, device.compute_capability) == (165.2, 1008, 8.9)
-    assert device.memory_mib * 2**20 == 25757220864
+    assert device.memory_mib == 24564
     assert device.nvlink_gb_s is None and not device.peer_access
     assert device.pcie_gb_s == pytest.approx(31.5, abs=0.01)
+
+
+# Dense bf16 operations of a multiprocessor in a clock, float32 sums. GeForce cards have half the
+# rate of the professional cards with the same chip.
+PER_CLOCK = {
+    **dict.fromkeys(("rtx3090", "generic-24gb", "rtx4090", "rtx5090"), 512),
+    **dict.fromkeys(("a6000", "l40s"), 1024),
+    **dict.fromkeys(("a100-40gb", "a100-80gb"), 2048),
+    **dict.fromkeys(("h100", "h200"), 4096),
+}
+TENSOR_CLOCK_GHZ = {"h100": 1.8295, "h200": 1.8295, "l40s": 2.49}
+
+
+@pytest.mark.parametrize("key", list(PER_CLOCK))
+def test_the_peak_is_multiprocessors_times_clock_times_operations_per_clock(key):
+    device = devices()[key]
+    clock = TENSOR_CLOCK_GHZ.get(key, device.clock_ghz)
+    peak = device.multiprocessors * clock * PER_CLOCK[key] / 1e3
+    assert device.bf16_tflops == pytest.approx(peak, rel=0.0025)
+    assert devices().keys() == PER_CLOCK.keys()
+
+
+def test_the_driver_keeps_a_part_of_the_memory():
+    for key, device in devices().items():
+        kept = device.memory_mib - device.cuda_memory_mib
+        assert 0.004 < kept / device.memory_mib < 0.02, key
+
+
+def test_nccl_takes_more_where_nvlink_joins_the_gpus():
+    taken = {gpus: Fleet.parse(gpus).nccl_gib for gpus in ("h100", "3xrtx4090", "8xh100")}
+    assert taken["h100"] == 0 < taken["3xrtx4090"] < taken["8xh100"]
+    assert Fleet.parse("2xrtx3090").over_nvlink and not Fleet.parse("3xrtx3090").over_nvlink
+    assert not Fleet.parse("2xrtx4090").over_nvlink
 
 
 def test_a_fleet_is_a_number_and_a_name():
@@ -67,7 +100,12 @@ def test_an_unknown_gpu_is_refused_with_all_that_are_known(text):
     ("kind", "key"),
     [
         ("NVIDIA GeForce RTX 4090", "rtx4090"),
-        ("NVIDIA A100-SXM4-80GB", "a100-40gb"),
+        ("GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA H100 PCIe", None),
         ("NVIDIA H200", "h200"),
         ("cpu", None),
         ("TPU v5e", None),

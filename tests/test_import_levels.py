@@ -23,8 +23,9 @@ LEVELS = {
         0,
     ),
     **dict.fromkeys(
-        ("config", "run_config", "presets", "schema", "yaml_file", "run_file", "cli", "devices"), 0
+        ("config", "run_config", "presets", "schema", "yaml_file", "run_file", "cli"), 0
     ),
+    **dict.fromkeys(("devices", "local_gpus"), 0),
     **dict.fromkeys(("ops", "optim", "data", "flops"), 1),
     "layers": 2,
     **dict.fromkeys(

@@ -6,24 +6,31 @@ import sys
 from rich.console import Console
 
 from jaxseek.cli import run_main
-from jaxseek.plan.cli import parse_arguments
+from jaxseek.plan.cli import asks_for_probe, parse_arguments
 from jaxseek.plan.compilation import prepare
+from jaxseek.plan.measurement import load_measurement
 
 
 def main() -> None:
-    """Check the arguments before JAX starts, then compile and print."""
+    """Check the arguments before JAX starts, then compile and print; or measure this machine."""
+    if asks_for_probe(sys.argv[1:]):
+        from jaxseek.plan.probe import probe_machine
+
+        return probe_machine(as_json="--json" in sys.argv)
     arguments = parse_arguments(sys.argv[1:])
     fleet = arguments.request.fleet
+    measured = load_measurement(fleet.device.name, count=fleet.count)
     target = prepare(fleet)
     from jaxseek.plan.planner import make_plan  # imports JAX, which must find what was prepared
     from jaxseek.plan.report import TABLE_WIDTH, assumptions, print_plan
-    from jaxseek.plan.timing import COMPUTE_FRACTION, machine_rates
+    from jaxseek.plan.timing import machine_rates
 
     progress = Console(stderr=True, highlight=False)
     rates = machine_rates(
         fleet,
-        compute_fraction=arguments.efficiency or COMPUTE_FRACTION,
+        compute_fraction=arguments.efficiency,
         wire_gb_s=arguments.bandwidth,
+        measured=measured,
     )
     plan = make_plan(arguments.request, rates=rates, target=target, report=progress.print)
     if arguments.json:

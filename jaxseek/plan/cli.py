@@ -73,6 +73,23 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
     )
 
 
+def asks_for_probe(argv: Sequence[str]) -> bool:
+    """Whether `argv` asks to measure this machine instead of planning.
+
+    Raises:
+        UserError: when it asks for both.
+    """
+    if "--probe" not in argv or "--help" in argv or "-h" in argv:
+        return False
+    others = [word for word in argv if word not in ("--probe", "--json")]
+    if others:
+        raise UserError(
+            f"--probe measures this machine and plans nothing: leave out {others[0]}, or plan in a "
+            "second command."
+        )
+    return True
+
+
 def read_model_config(name: str) -> ModelConfig:
     """The model of a preset, a YAML file or a folder; of a Hugging Face folder `config.json` is
     enough, so that one can plan before the download.
@@ -118,4 +135,9 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--bandwidth", metavar="GB/s", type=float, help="that one GPU sends in a ring")
     add("--efficiency", metavar="X", type=float, help="fraction of peak that products reach")
     add("--json", action="store_true", help="print one JSON object")
+    add(
+        "--probe",
+        action="store_true",
+        help="by itself: measure this machine's devices, and keep the rates for later plans",
+    )
     return parser

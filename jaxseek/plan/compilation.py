@@ -117,8 +117,10 @@ def compile_step(program: "Program", *, target: Target) -> CompiledStep:
 
 
 def chip_description(device: Device) -> str:
-    """A GPU as XLA's `GpuTargetConfigProto`, in text form."""
+    """A GPU as XLA's `GpuTargetConfigProto`, in text form: what XLA reads off a real one."""
     major, minor = divmod(round(device.compute_capability * 10), 10)
+    # On a GPU XLA compiles for the chip's own instruction set from Hopper on, sm_90a.
+    extension = "ACCELERATED_FEATURES" if major >= 9 else "NONE"
     info = {
         "threads_per_block_limit": 1024,
         "threads_per_warp": 32,
@@ -134,14 +136,18 @@ def chip_description(device: Device) -> str:
         "memory_bandwidth": round(device.memory_gb_s * 1e9),
         "l2_cache_size": device.l2_mib * 2**20,
         "clock_rate_ghz": device.clock_ghz,
-        "device_memory_size": device.memory_mib * 2**20,
+        "device_memory_size": device.cuda_memory_mib * 2**20,
         "registers_per_core_limit": 65536,
         "registers_per_block_limit": 65536,
+        "thread_dim_limit_x": 1024,
+        "thread_dim_limit_y": 1024,
+        "thread_dim_limit_z": 64,
     }
     fields = " ".join(f"{key}: {value}" for key, value in info.items())
     return (
         f"gpu_device_info {{ {fields} "
-        f"cuda_compute_capability {{ major: {major} minor: {minor} }} }} "
+        f"cuda_compute_capability {{ major: {major} minor: {minor} "
+        f"feature_extension: {extension} }} }} "
         'platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 patch: 2 } '
         f'device_description_str: "{device.name}"'
     )

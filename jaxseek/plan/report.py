@@ -3,7 +3,7 @@
 from rich.console import Console
 from rich.table import Table
 
-from jaxseek.devices import CONTEXT_GIB, NCCL_GIB, Fleet
+from jaxseek.devices import CONTEXT_GIB, Fleet
 from jaxseek.plan.planner import ChoicePlan, Plan
 
 # Columns of text; a narrower terminal wraps whole lines instead of cutting figures off.
@@ -53,15 +53,17 @@ def assumptions(plan: Plan, *, fleet: Fleet) -> list[str]:
         "memory and collectives are those of the step compiled for emulated CPU devices, and no "
         "communication is taken to overlap"
     )
-    reserved = f"{CONTEXT_GIB} GiB for the CUDA context"
-    reserved += f" and {NCCL_GIB} GiB for NCCL" if fleet.count > 1 else ""
+    kept = (fleet.device.memory_mib - fleet.device.cuda_memory_mib) / 1024
+    reserved = f"the driver keeps {kept:.1f} GiB; {CONTEXT_GIB} GiB for the CUDA context"
+    reserved += f" and {fleet.nccl_gib} GiB for NCCL" if fleet.count > 1 else ""
     return [
         f"- {memory}; modelled rows have a state that is too large by itself and were not compiled",
         f"- {plan.usable_gib:.1f} of {fleet.device.memory_gib:.1f} GiB are usable: {reserved} are "
-        "assumed, and that XLA's pool may take the rest (XLA_PYTHON_CLIENT_MEM_FRACTION)",
+        "assumed; XLA's pool may take the rest (XLA_CLIENT_MEM_FRACTION, which the trainer sets)",
         f"- step time is modelled: products at {rates.compute_fraction:.0%} of "
-        f"{fleet.device.bf16_tflops:g} TFLOP/s, {rates.wire / 1e9:.1f} GB/s on the wire "
-        f"({rates.link_words}), the optimizer at {rates.memory / 1e9:.0f} GB/s of memory",
+        f"{fleet.device.bf16_tflops:g} TFLOP/s ({rates.compute_words}), {rates.wire / 1e9:.1f} "
+        f"GB/s on the wire ({rates.link_words}), the optimizer at {rates.memory / 1e9:.0f} GB/s of "
+        f"memory ({rates.memory_words})",
     ]
 
 

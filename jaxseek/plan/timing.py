@@ -14,12 +14,16 @@ from jaxseek.devices import Fleet
 from jaxseek.layout import flatten_paths
 from jaxseek.mesh import TENSOR_AXIS
 from jaxseek.model import DENSE_STACK, MOE_STACK
+from jaxseek.plan.measurement import Measurement
 from jaxseek.plan.theory import local_size
 from jaxseek.train.state import Program
 
 Bound = Literal["compute", "memory", "PCIe", "NVLink", "nothing"]
 COMPUTE_FRACTION = 0.5
 _MEMORY_FRACTION = 0.8
+# Of the rate of measured products: attention, norms and the optimizer's neighbours run below it.
+# Products that reach 71 % of the peak and a step at half of it agree.
+_STEP_FRACTION = 0.7
 # Of the link's peak, as a ring of NCCL sees it. GeForce cards pass everything through the host's
 # memory, which two or more of them share.
 _NVLINK_FRACTION, _PEER_FRACTION, _HOST_FRACTION = 0.75, 0.7, 0.4
@@ -40,7 +44,9 @@ class Rates:
         wire: bytes a second that one GPU sends while a ring runs.
         link: what the ring runs over.
         compute_fraction: `flops` as a fraction of the peak.
+        compute_words: where `flops` comes from.
         link_words: where `wire` comes from.
+        memory_words: where `memory` comes from.
     """
 
     flops: float
@@ -48,7 +54,9 @@ class Rates:
     wire: float
     link: Literal["PCIe", "NVLink"]
     compute_fraction: float
+    compute_words: str
     link_words: str
+    memory_words: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,29 +85,62 @@ class StepTime:
         return max(parts, key=lambda part: parts[part])
 
 
-def machine_rates(fleet: Fleet, *, compute_fraction: float, wire_gb_s: float | None) -> Rates:
-    """Assumed rates of `fleet`; `wire_gb_s` (10^9 bytes a second) replaces the assumed link."""
+def machine_rates(
+    fleet: Fleet,
+    *,
+    compute_fraction: float | None,
+    wire_gb_s: float | None,
+    measured: Measurement | None = None,
+) -> Rates:
+    """Rates of `fleet`: what the user gives, or else what was measured, or else what is assumed.
+
+    Args:
+        compute_fraction: of the peak, that products reach.
+        wire_gb_s: 10^9 bytes a second that one GPU sends in a ring.
+        measured: on these very GPUs.
+    """
     device = fleet.device
-    nvlink = device.nvlink_gb_s if fleet.count <= device.nvlink_gpus else None
-    if nvlink is not None:
-        peak, fraction = nvlink, _NVLINK_FRACTION
+    peak = device.bf16_tflops * 1e12
+    on_date = "" if measured is None else f"measured on this machine on {measured.date}"
+    wire, link_words = _assumed_wire(fleet)
+    if wire_gb_s is not None:
+        wire, link_words = wire_gb_s * 1e9, "as given"
+    elif measured is not None and measured.wire is not None:
+        wire, link_words = measured.wire, on_date
+    memory, memory_words = device.memory_gb_s * 1e9 * _MEMORY_FRACTION, "assumed"
+    if measured is not None:
+        memory, memory_words = measured.memory, on_date
+    fraction, compute_words = COMPUTE_FRACTION, "assumed"
+    if compute_fraction is not None:
+        fraction, compute_words = compute_fraction, "as given"
+    elif measured is not None:
+        fraction = _STEP_FRACTION * measured.matmul_flops / peak
+        compute_words = (
+            f"{_STEP_FRACTION:.0%} of the {measured.matmul_flops / 1e12:.1f} TFLOP/s {on_date}"
+        )
+    return Rates(
+        flops=peak * fraction,
+        memory=memory,
+        wire=wire,
+        link="NVLink" if fleet.over_nvlink else "PCIe",
+        compute_fraction=fraction,
+        compute_words=compute_words,
+        link_words=link_words,
+        memory_words=memory_words,
+    )
+
+
+def _assumed_wire(fleet: Fleet) -> tuple[float, str]:
+    """Bytes a second that one GPU sends in a ring, and where that comes from."""
+    device = fleet.device
+    if fleet.over_nvlink and device.nvlink_gb_s is not None:
+        peak, fraction, kind = device.nvlink_gb_s, _NVLINK_FRACTION, "NVLink"
     else:
         peak = device.pcie_gb_s
         fraction = _PEER_FRACTION if device.peer_access else _HOST_FRACTION
-    link: Literal["PCIe", "NVLink"] = "PCIe" if nvlink is None else "NVLink"
-    kind = link
-    if nvlink is None:
         kind = f"PCIe {device.pcie_generation}.0 x{device.pcie_lanes}"
         kind += "" if device.peer_access else " through host memory"
-    assumed = f"{fraction:.0%} of {kind}'s {peak:.1f} GB/s"
-    return Rates(
-        flops=device.bf16_tflops * 1e12 * compute_fraction,
-        memory=device.memory_gb_s * 1e9 * _MEMORY_FRACTION,
-        wire=(wire_gb_s or peak * fraction) * 1e9,
-        link=link,
-        compute_fraction=compute_fraction,
-        link_words="as given" if wire_gb_s else assumed,
-    )
+    return peak * fraction * 1e9, f"{fraction:.0%} of {kind}'s {peak:.1f} GB/s"
 
 
 def step_time(

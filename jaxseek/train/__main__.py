@@ -4,6 +4,7 @@ import sys
 
 from jaxseek.cli import run_main
 from jaxseek.host_memory import use_huge_pages
+from jaxseek.local_gpus import size_memory_pool
 from jaxseek.mesh import emulate_devices
 from jaxseek.train.cli import parse_arguments
 
@@ -11,8 +12,9 @@ from jaxseek.train.cli import parse_arguments
 def main() -> None:
     """Check the arguments before JAX starts, then train."""
     invocation = parse_arguments(sys.argv[1:])
+    size_memory_pool()
     emulate_devices(invocation.run.mesh_shape.devices)
-    from jaxseek.train.run import train  # imports JAX, which must find the emulated devices
+    from jaxseek.train.run import train  # imports JAX, which must find all of it set
 
     train(invocation)
 

@@ -74,3 +74,21 @@ def test_a_model_that_needs_no_more_than_three_4090s_have_is_said_to_fit():
 def test_a_6_7b_plan_of_all_choices_takes_less_than_a_minute():
     choices, seconds = planned("deepseek-coder-6.7b", "3xrtx4090")
     assert len(choices) == 15 and seconds < 60
+
+
+def test_xla_takes_the_description_of_every_gpu_of_the_table():
+    code = (
+        "from jax.experimental import topologies\n"
+        "from jaxseek.devices import devices\n"
+        "from jaxseek.plan.compilation import chip_description, prepare\n"
+        "from jaxseek.devices import Fleet\n"
+        "prepare(Fleet.parse('2xh100'))\n"
+        "for device in devices().values():\n"
+        "    config = chip_description(device)\n"
+        "    found = topologies.get_topology_desc(\n"
+        "        platform='cuda', target_config=config, topology='1x1x2'\n"
+        "    ).devices\n"
+        "    assert [d.device_kind for d in found] == [device.name] * 2, found\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -63,9 +63,12 @@ def test_the_table_shows_a_choice_on_one_line_with_nothing_cut_off():
 
 def test_the_assumptions_stand_below_the_table():
     text = " ".join(printed(plan(CHOICE)).split())
-    assert "products at 50% of 165.2 TFLOP/s" in text
+    assert "products at 50% of 165.2 TFLOP/s (as given)" in text
     assert "40% of PCIe 4.0 x16 through host memory's 31.5 GB/s" in text
-    assert "0.6 GiB for the CUDA context and 0.4 GiB for NCCL are assumed" in text
+    assert (
+        "22.6 of 24.0 GiB are usable: the driver keeps 0.4 GiB; 0.6 GiB for the CUDA context and "
+        "0.4 GiB for NCCL are assumed"
+    ) in text
 
 
 def test_an_estimate_says_that_it_is_one_and_what_to_install():
@@ -79,11 +82,11 @@ def test_an_estimate_says_that_it_is_one_and_what_to_install():
         ({}, "Take mesh 3x1, ZeRO 3, remat selective: 13.8 GiB stay free"),
         (
             {"fits": False, "total_gib": 25.0},
-            "Nothing fits: mesh 3x1, ZeRO 3, remat selective comes nearest and lacks 2.0 GiB",
+            "Nothing fits: mesh 3x1, ZeRO 3, remat selective comes nearest and lacks 2.4 GiB",
         ),
         (
             {"fits": False, "state_gib": 30.0, "total_gib": 35.0},
-            "Nothing fits: the state alone takes 30.0 GiB a GPU at the least, and 23.0 are usable",
+            "Nothing fits: the state alone takes 30.0 GiB a GPU at the least, and 22.6 are usable",
         ),
     ],
 )

@@ -149,18 +149,10 @@ def key_of_kind(device_kind: str) -> str | None:
 
     Nothing but the whole name will do: an RTX 4090 Laptop GPU or an H100 PCIe is another chip.
     """
-    wanted = _plain_name(device_kind)
-    return next(
-        (key for key, known in devices().items() if _plain_name(known.name) == wanted), None
-    )
+    return next((key for key, known in devices().items() if known.name == device_kind), None)
 
 
 def device_of_kind(device_kind: str) -> Device | None:
     """The GPU that JAX calls `device_kind`, or `None` where it is not known (always on CPU)."""
     key = key_of_kind(device_kind)
     return None if key is None else devices()[key]
-
-
-def _plain_name(name: str) -> str:
-    """Drivers of before 2021 leave out the maker."""
-    return name.strip().lower().removeprefix("nvidia ")

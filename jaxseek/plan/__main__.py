@@ -1,19 +1,23 @@
 """`python -m jaxseek.plan`."""
 
 import json
+import os
 import sys
 
 from rich.console import Console
 
 from jaxseek.cli import run_main
+from jaxseek.local_gpus import local_gpus
 from jaxseek.plan.cli import asks_for_probe, parse_arguments
-from jaxseek.plan.compilation import prepare
+from jaxseek.plan.compilation import has_cuda_wheels, prepare
 from jaxseek.plan.measurement import load_measurement
 
 
 def main() -> None:
     """Check the arguments before JAX starts, then compile and print; or measure this machine."""
     if asks_for_probe(sys.argv[1:]):
+        if has_cuda_wheels() and not local_gpus():
+            os.environ.setdefault("JAX_PLATFORMS", "cpu")  # else JAX complains at length
         from jaxseek.plan.probe import probe_machine
 
         return probe_machine(as_json="--json" in sys.argv)

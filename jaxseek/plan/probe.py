@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 
+from jaxseek.errors import UserError
 from jaxseek.plan.measurement import Measurement, save_measurement
 
 Clock = Callable[[], float]
@@ -25,8 +26,9 @@ Clock = Callable[[], float]
 _AXIS = "device"
 _MIB = 2**20
 _REPEATS = 5
-# What a sample should last at the least: a hundred times as long as it takes to start a kernel.
-_SAMPLE_SECONDS = 0.02
+# What a sample should last: long enough for starting kernels not to count and for a GPU to settle
+# on a clock.
+_SAMPLE_SECONDS = 0.1
 _MOST_CALLS = 64
 # Of a device's memory, for one array: an input, its result and the one before live together.
 _ARRAY_SHARE = 8
@@ -64,7 +66,7 @@ def probe_machine(*, as_json: bool) -> None:
     """Measure the devices that JAX shows, keep the result for later plans, and print it.
 
     Raises:
-        UserError: where the result cannot be kept.
+        UserError: where the devices are of several kinds, and where the result cannot be kept.
     """
     progress = Console(stderr=True, highlight=False)
     devices = jax.devices()
@@ -78,7 +80,7 @@ def probe_machine(*, as_json: bool) -> None:
         console = Console(highlight=False)
         for line in describe(measured):
             console.print(line)
-    progress.print(f"kept in {path}", soft_wrap=True)
+    progress.print(f"kept in {path}", soft_wrap=True, markup=False)
     if platform == "cpu":
         progress.print(
             "No GPU is here: these are figures of this machine's CPU. No plan for GPUs uses them.",
@@ -105,10 +107,19 @@ def describe(measured: Measurement) -> list[str]:
 def measure(
     devices: Sequence[Any], *, sizes: Sizes, clock: Clock = time.perf_counter
 ) -> Measurement:
-    """Measure `devices`, of one kind, at once.
+    """Measure `devices` at once.
 
     Arrays are made smaller where `sizes` asks for more than an eighth of a device's memory.
+
+    Raises:
+        UserError: when they are of several kinds, whose mean would be nobody's rate.
     """
+    kinds = sorted({device.device_kind for device in devices})
+    if len(kinds) > 1:
+        raise UserError(
+            f"--probe measures devices of one kind, and JAX shows {' and '.join(kinds)}; choose "
+            "with CUDA_VISIBLE_DEVICES."
+        )
     mesh = jax.make_mesh(
         (len(devices),), (_AXIS,), axis_types=(jax.sharding.AxisType.Auto,), devices=devices
     )
@@ -116,7 +127,7 @@ def measure(
     flops = {shape: 2.0 * shape[0] * shape[1] * shape[2] for shape in sizes.matmuls}
     seconds = {shape: _matmul_seconds(mesh, shape, clock=clock) for shape in sizes.matmuls}
     return Measurement(
-        device_kind=devices[0].device_kind,
+        device_kind=kinds[0],
         count=len(devices),
         date=datetime.date.today().isoformat(),
         jax=jax.__version__,
@@ -149,36 +160,28 @@ def _memory_rate(mesh: jax.sharding.Mesh, array_bytes: int, *, clock: Clock) -> 
     """
     size = (array_bytes // 4,)
     a, b = _random(mesh, size, jnp.float32), _random(mesh, size, jnp.float32)
-    triad = _on_every_device(lambda a, b: a + 2.0 * b, mesh, donate=(0,))
-
-    def update(b):
-        nonlocal a
-        a = triad(a, b)
-        return a
-
-    return 3 * 4 * size[0] / seconds_per_call(update, b, clock=clock)
+    triad = _in_place(_on_every_device(lambda a, b: a + 2.0 * b, mesh, donate=(0,)), a)
+    return 3 * 4 * size[0] / seconds_per_call(triad, b, clock=clock)
 
 
 def _all_reduce_rate(mesh: jax.sharding.Mesh, operand_bytes: int, *, clock: Clock) -> float:
     """Bytes a second that one device sends in a ring: 2 (N - 1) / N of what it puts in, the count
-    of `Collective.wire_bytes`.
+    of `Collective.wire_bytes`. In place, for XLA copies an operand that it has to keep; the sums
+    of sums overflow, which takes no longer.
     """
     # XLA's CPU compiler aborts on bf16 reductions.
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     dtype = jnp.float32 if on_cpu else jnp.bfloat16
+
+    def psum(x):
+        return jax.lax.pcast(jax.lax.psum(x, _AXIS), _AXIS, to="varying")
+
     x = _random(mesh, (operand_bytes // jnp.dtype(dtype).itemsize,), dtype)
-    reduce = jax.jit(
-        jax.shard_map(
-            lambda x: jax.lax.psum(x, _AXIS),
-            mesh=mesh,
-            in_specs=PartitionSpec(_AXIS),
-            out_specs=PartitionSpec(),
-        )
-    )
+    reduce = _in_place(_on_every_device(psum, mesh, donate=(0,)), x)
     # On few cores XLA's CPU backend deadlocks when the devices are in different programs.
-    call = (lambda x: jax.block_until_ready(reduce(x))) if on_cpu else reduce
+    call = (lambda: jax.block_until_ready(reduce())) if on_cpu else reduce
     sent = 2 * operand_bytes * (mesh.size - 1) / mesh.size
-    return sent / seconds_per_call(call, x, clock=clock)
+    return sent / seconds_per_call(call, clock=clock)
 
 
 def seconds_per_call(function: Callable[..., Any], *arguments: Any, clock: Clock) -> float:
@@ -210,6 +213,17 @@ def _on_every_device(
     spec = PartitionSpec(_AXIS)
     on_all = jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec)
     return jax.jit(on_all, donate_argnums=donate)
+
+
+def _in_place(function: Callable[..., jax.Array], x: jax.Array) -> Callable[..., jax.Array]:
+    """`function`, which takes over its first argument's memory, on `x` and then on each result."""
+
+    def call(*rest: jax.Array) -> jax.Array:
+        nonlocal x
+        x = function(x, *rest)
+        return x
+
+    return call
 
 
 def _random(mesh: jax.sharding.Mesh, shape: tuple[int, ...], dtype: Any) -> jax.Array:

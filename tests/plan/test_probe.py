@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -38,6 +39,12 @@ def test_rates_are_operations_and_bytes_of_one_device_by_time():
 def test_one_device_has_nobody_to_send_to():
     found = measure(jax.devices()[:1], sizes=SIZES, clock=ticking())
     assert found.all_reduce == {} and found.wire is None
+
+
+def test_devices_of_two_kinds_are_not_measured_together():
+    devices = [SimpleNamespace(device_kind=kind) for kind in ("NVIDIA H200", "NVIDIA H100 NVL")]
+    with pytest.raises(UserError, match="JAX shows NVIDIA H100 NVL and NVIDIA H200; choose with"):
+        measure(devices, sizes=SIZES)
 
 
 @pytest.mark.parametrize("seconds", [1e-4, 3e-3, 0.5])

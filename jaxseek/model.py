@@ -142,14 +142,16 @@ class Transformer(nnx.Module):
         """
         parallel = execution.parallel
         embed = _with(self.embed_tokens, "embed_tokens", execution)
-        x = embed(inputs.tokens, parallel=parallel)
+        with jax.named_scope("embed_tokens"):
+            x = embed(inputs.tokens, parallel=parallel)
         rope = rope_tables(inputs.positions, self.config)
         stats = None
         for name in (DENSE_STACK, MOE_STACK):
             if (block := getattr(self, name)) is not None:
                 x, stats = _scan(block, name, x, rope=rope, inputs=inputs, execution=execution)
         norm = _with(self.norm, "norm", execution)
-        return norm(enter_tensor(x, parallel)), stats
+        with jax.named_scope("norm"):
+            return norm(enter_tensor(x, parallel)), stats
 
     def logits(self, hidden: Array, *, execution: Execution) -> Array:
         """float32 [..., V] of hidden states [..., D]; this device's slice of V, padding included,
@@ -165,13 +167,15 @@ class Transformer(nnx.Module):
         layers' statistics [L, ...].
         """
         hidden, stats = self.hidden(inputs, execution=execution)
-        loss = cross_entropy_sum(
-            hidden.reshape(-1, hidden.shape[-1]),
-            self._head_kernel(execution),
-            labels.reshape(-1),
-            vocab_size=self.config.vocab_size,
-            parallel=execution.parallel,
-        )
+        kernel = self._head_kernel(execution)
+        with jax.named_scope("cross_entropy"):
+            loss = cross_entropy_sum(
+                hidden.reshape(-1, hidden.shape[-1]),
+                kernel,
+                labels.reshape(-1),
+                vocab_size=self.config.vocab_size,
+                parallel=execution.parallel,
+            )
         return loss, stats
 
     def _head_kernel(self, execution: Execution) -> Array:
@@ -230,6 +234,7 @@ def _scan(
 
     def body(x, params):
         layer = nnx.merge(graphdef, execution.weights(name, params))
-        return layer(x, rope=rope, segment_ids=inputs.segment_ids, parallel=execution.parallel)
+        with jax.named_scope(name):
+            return layer(x, rope=rope, segment_ids=inputs.segment_ids, parallel=execution.parallel)
 
     return jax.lax.scan(execution.checkpoint(body), x, nnx.to_pure_dict(state))

@@ -166,7 +166,8 @@ class RunConfig:
     afterwards and `batch_tokens` is `None`, so that a written config says it in one way only.
 
     Attributes:
-        mesh: `AxB`, data x tensor devices.
+        mesh: `AxB`, data x tensor devices; as a flag `auto` too, what the plan finds best for the
+            GPUs of this machine (with zero, remat and accumulation, where they are left out).
         zero: what is stored split over the data devices: 0 nothing, 1 the optimizer state, 2
             gradients too, 3 parameters too; left out, 3 from two data devices on, else 0.
         dtype: of the computation; masters and optimizer state are float32 always.

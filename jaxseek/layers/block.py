@@ -1,5 +1,6 @@
 """One decoder layer. Letters: B batch, T length, D model."""
 
+import jax
 from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
@@ -31,12 +32,13 @@ class Block(nnx.Module):
         self, x: Array, *, rope: tuple[Array, Array], segment_ids: Array | None, parallel: Parallel
     ) -> tuple[Array, RouterStats | None]:
         """x [B, T, D] to [B, T, D]; a MoE layer's router statistics, or None."""
-        h = self.input_layernorm(enter_tensor(x, parallel))
-        h = reduce_tensor(self.self_attn(h, rope=rope, segment_ids=segment_ids), parallel)
-        x = x + checkpoint_name(h, "attn_proj")
-        h = self.post_attention_layernorm(enter_tensor(x, parallel))
-        if isinstance(self.mlp, MoE):
-            h, stats = self.mlp(h, parallel=parallel)
-        else:
-            h, stats = self.mlp(h), None
-        return x + reduce_tensor(h, parallel), stats
+        with jax.named_scope("self_attn"):
+            h = self.input_layernorm(enter_tensor(x, parallel))
+            h = reduce_tensor(self.self_attn(h, rope=rope, segment_ids=segment_ids), parallel)
+            x = x + checkpoint_name(h, "attn_proj")
+        with jax.named_scope("mlp"):
+            h = self.post_attention_layernorm(enter_tensor(x, parallel))
+            h, stats = (
+                self.mlp(h, parallel=parallel) if isinstance(self.mlp, MoE) else (self.mlp(h), None)
+            )
+            return x + reduce_tensor(h, parallel), stats

@@ -1,5 +1,6 @@
 """`python -m jaxseek.plan`."""
 
+import functools
 import json
 import os
 import sys
@@ -25,24 +26,36 @@ def main() -> None:
     fleet = arguments.request.fleet
     measured = load_measurement(fleet.device.name, count=fleet.count)
     target = prepare(fleet)
+    from jaxseek.plan.explain import print_bill
     from jaxseek.plan.planner import make_plan  # imports JAX, which must find what was prepared
-    from jaxseek.plan.report import TABLE_WIDTH, assumptions, print_plan
+    from jaxseek.plan.report import TABLE_WIDTH, advice, assumptions, print_plan
     from jaxseek.plan.timing import machine_rates
 
-    progress = Console(stderr=True, highlight=False)
+    progress = functools.partial(print, file=sys.stderr)
     rates = machine_rates(
         fleet,
         compute_fraction=arguments.efficiency,
         wire_gb_s=arguments.bandwidth,
         measured=measured,
     )
-    plan = make_plan(arguments.request, rates=rates, target=target, report=progress.print)
+    plan = make_plan(
+        arguments.request,
+        rates=rates,
+        target=target,
+        report=progress,
+        most_compiled=1 if arguments.explain else arguments.most_compiled,
+    )
     if arguments.json:
-        for line in assumptions(plan, fleet=fleet):
-            progress.print(line, markup=False)
+        for line in assumptions(plan):
+            progress(line)
+        progress(advice(plan))
         print(json.dumps(plan.to_json(), indent=2))
+        return
+    console = Console(width=max(Console().width, TABLE_WIDTH))
+    if arguments.explain:
+        print_bill(plan, console=console)
     else:
-        print_plan(plan, fleet=fleet, console=Console(width=max(Console().width, TABLE_WIDTH)))
+        print_plan(plan, console=console)
 
 
 if __name__ == "__main__":

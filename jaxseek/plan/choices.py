@@ -1,6 +1,7 @@
 """Which ways there are to run a model on some GPUs. Nothing here imports JAX."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Literal, get_args
@@ -13,6 +14,8 @@ from jaxseek.run_config import RunConfig
 
 Zero = Literal[0, 1, 2, 3]
 Remat = Literal["none", "selective", "full"]
+# Larger micro-batches gain nothing any more: products and transfers are long already.
+MOST_MICRO_BATCH_TOKENS = 65536
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,6 +28,9 @@ class Choice:
     state: Literal["float32"] = "float32"
     offload: Literal["none"] = "none"
 
+    def __str__(self) -> str:
+        return f"mesh {self.mesh}, ZeRO {self.zero}, remat {self.remat}"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
@@ -32,58 +38,85 @@ class Request:
 
     Attributes:
         name: of the model, as it was given.
-        micro_batch_tokens: of one micro-batch on one data device; a multiple of `seq_len`.
+        run: everything that no choice is about: the model, the length of its sequences, dtype,
+            optimizer. Its mesh, ZeRO level, remat, batch and accumulation are not looked at.
+        micro_batch_tokens: of one micro-batch on one data device, a multiple of the length of a
+            sequence; `None` leaves it to the plan.
         tokens_per_step: least tokens of an optimizer step; `None` is one micro-batch each.
+        batch: sequences of an optimizer step, exactly; not beside `tokens_per_step`.
+        accumulation: micro-batches of a step; `None` leaves it to the plan.
+        ram_gib: memory of the host; `None` sets no limit.
         only: what is fixed, by field of `Choice`, as text.
     """
 
     name: str
-    model: ModelConfig
+    run: RunConfig
     fleet: Fleet
-    seq_len: int = 4096
     micro_batch_tokens: int | None = None
     tokens_per_step: int | None = None
+    batch: int | None = None
+    accumulation: int | None = None
+    ram_gib: float | None = None
     only: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
-        if self.seq_len < 1:
-            raise UserError(f"--seq-len must be at least 1, got {self.seq_len}.")
-        tokens = self.resolved_micro_batch
-        if tokens < 1 or tokens % self.seq_len:
+        assert self.batch is None or self.tokens_per_step is None
+        tokens, length = self.micro_batch_tokens, self.run.seq_len
+        if tokens is not None and (tokens < 1 or tokens % length):
             raise UserError(
-                f"--batch-per-gpu {tokens} tokens is not a multiple of --seq-len {self.seq_len}; "
-                f"use {max(1, round(tokens / self.seq_len)) * self.seq_len}."
+                f"--batch-per-gpu {tokens} tokens is not a multiple of --seq-len {length}; "
+                f"use {max(1, round(tokens / length)) * length}."
             )
         if self.tokens_per_step is not None and self.tokens_per_step < 1:
             raise UserError(f"--tokens-per-step must be at least 1, got {self.tokens_per_step}.")
+        if self.ram_gib is not None and self.ram_gib <= 0:
+            raise UserError(f"--ram must be above 0, got {self.ram_gib:g}GiB.")
 
     @property
-    def resolved_micro_batch(self) -> int:
-        """`micro_batch_tokens`, or its default: one sequence."""
-        return self.seq_len if self.micro_batch_tokens is None else self.micro_batch_tokens
+    def model(self) -> ModelConfig:
+        """The model that is trained."""
+        return self.run.model
 
-    def accumulation(self, mesh: MeshShape) -> int:
-        """Micro-batches of a step, so that it has at least `tokens_per_step`."""
-        if self.tokens_per_step is None:
-            return 1
-        return math.ceil(self.tokens_per_step / (self.resolved_micro_batch * mesh.data))
-
-    def run(self, choice: Choice) -> RunConfig:
-        """The training run that `choice` stands for.
-
-        Raises:
-            UserError: when the model cannot be run so, for example on sequences of that length.
+    def micro_batches(self, choice: Choice) -> list[int]:
+        """Sequences that a micro-batch of one data device may have, in rising order; empty where
+        the batch of a step cannot be cut for that mesh.
         """
-        shape = MeshShape.parse(choice.mesh)
-        accumulation = self.accumulation(shape)
-        sequences = self.resolved_micro_batch // self.seq_len
-        return RunConfig(
-            model=self.model,
+        data, length = MeshShape.parse(choice.mesh).data, self.run.seq_len
+        most = max(1, MOST_MICRO_BATCH_TOKENS // length)
+        if self.batch is not None:
+            sizes = _divisors(self.batch // data) if self.batch % data == 0 else []
+            sizes = [n for n in sizes if n <= most or n == sizes[0]]
+        elif self.tokens_per_step is not None:
+            sizes = list(range(1, min(most, math.ceil(self.tokens_per_step / length / data)) + 1))
+        else:
+            sizes = list(range(1, most + 1))
+        if self.micro_batch_tokens is not None:
+            wanted = self.micro_batch_tokens // length
+            sizes = [wanted] if self.batch is None or wanted in sizes else []
+        if self.accumulation is not None and self.batch is not None:
+            sizes = [n for n in sizes if n * data * self.accumulation == self.batch]
+        return sizes
+
+    def steps_accumulation(self, choice: Choice, *, micro_batch: int) -> int:
+        """Micro-batches of `micro_batch` sequences of a step."""
+        if self.accumulation is not None:
+            return self.accumulation
+        per_micro_batch = micro_batch * MeshShape.parse(choice.mesh).data
+        if self.batch is not None:
+            return self.batch // per_micro_batch
+        if self.tokens_per_step is not None:
+            return math.ceil(self.tokens_per_step / (per_micro_batch * self.run.seq_len))
+        return 1
+
+    def run_of(self, choice: Choice, *, micro_batch: int) -> RunConfig:
+        """The training run that `choice` with micro-batches of so many sequences stands for."""
+        accumulation = self.steps_accumulation(choice, micro_batch=micro_batch)
+        return dataclasses.replace(
+            self.run,
             mesh=choice.mesh,
             zero=choice.zero,
             remat=choice.remat,
-            seq_len=self.seq_len,
-            batch=sequences * shape.data * accumulation,
+            batch=micro_batch * MeshShape.parse(choice.mesh).data * accumulation,
             accumulation=accumulation,
         )
 
@@ -108,23 +141,27 @@ def find_choices(request: Request) -> list[Choice]:
         legal = [choice for choice in legal if str(getattr(choice, key)) == wanted]
         if not legal:
             raise UserError(_impossible(key, wanted, values, request=request))
+    legal = [choice for choice in legal if request.micro_batches(choice)]
+    if not legal:
+        raise UserError(_indivisible(request))
     if "zero" in only:
         return legal
-    return [
-        choice
-        for choice in legal
-        if choice.zero != 2 or request.accumulation(MeshShape.parse(choice.mesh)) > 1
-    ]
+    return [choice for choice in legal if choice.zero != 2 or _accumulates(request, choice)]
 
 
 def _legal(request: Request) -> Iterator[Choice]:
     count = request.fleet.count
-    for data in sorted((n for n in range(1, count + 1) if count % n == 0), reverse=True):
+    for data in sorted(_divisors(count), reverse=True):
         # With one data device ZeRO splits what the tensor devices would hold whole each.
         levels: tuple[Zero, ...] = (0, 1, 2, 3) if data > 1 else (0, 3) if count > 1 else (0,)
         for zero in levels:
             for remat in get_args(Remat):
                 yield Choice(mesh=f"{data}x{count // data}", zero=zero, remat=remat)
+
+
+def _accumulates(request: Request, choice: Choice) -> bool:
+    smallest = request.micro_batches(choice)[0]
+    return request.steps_accumulation(choice, micro_batch=smallest) > 1
 
 
 def _impossible(key: str, wanted: str, values: list[str], *, request: Request) -> str:
@@ -136,6 +173,17 @@ def _impossible(key: str, wanted: str, values: list[str], *, request: Request) -
         )
     where = f" on mesh {request.only['mesh']}" if "mesh" in request.only else ""
     return f"{key} {wanted} is not possible{where}; {possible}"
+
+
+def _indivisible(request: Request) -> str:
+    assert request.batch is not None
+    cut = ""
+    if request.accumulation is not None:
+        cut = f" and accumulation {request.accumulation}"
+    if request.micro_batch_tokens is not None:
+        cut += f" and {request.micro_batch_tokens} tokens per GPU"
+    mesh = request.only.get("mesh", f"any mesh of {request.fleet}")
+    return f"batch {request.batch} cannot be cut for {mesh}{cut}; choose another batch."
 
 
 def parse_only(text: str) -> dict[str, str]:
@@ -153,3 +201,8 @@ def parse_only(text: str) -> dict[str, str]:
             raise UserError(f"--only: {key} is given a second time.")
         found[key] = value
     return found
+
+
+@functools.cache
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

@@ -2,19 +2,26 @@
 
 import argparse
 import dataclasses
+import re
 import typing
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxseek.config import ModelConfig
-from jaxseek.devices import Fleet, devices
+from jaxseek.devices import GIB, Fleet, devices
 from jaxseek.errors import UserError
+from jaxseek.local_gpus import local_fleet
 from jaxseek.plan.choices import Request, find_choices, parse_only
+from jaxseek.run_config import RunConfig
+from jaxseek.run_file import load_config
 from jaxseek.schema import build
 from jaxseek.train.model_folder import named_model_or_folder
 
 CONFIG_FILE = "config.json"
-_PINNED = ("mesh", "zero", "remat")
+DEFAULT_SEQ_LEN = 4096
+DEFAULT_COMPILED = 3
+_PINNED = ("mesh", "explain", "zero", "remat")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,12 +29,16 @@ class Arguments:
     """What a command line asks for.
 
     Attributes:
+        most_compiled: how many choices are compiled.
+        explain: whether the bill of the first choice is wanted.
         bandwidth: 10^9 bytes a second that one GPU sends, in place of the assumed.
         efficiency: fraction of the chip's peak that products reach; `None` is the assumed.
     """
 
     request: Request
     json: bool
+    explain: bool
+    most_compiled: int
     bandwidth: float | None
     efficiency: float | None
 
@@ -44,33 +55,88 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
         UserError: for every mistake in the arguments, and when no way to run is possible.
     """
     values = vars(_make_parser().parse_args(argv))
-    only = parse_only(values["only"]) if values["only"] else {}
-    for key in _PINNED:
-        if values[key] is not None:
-            if only.get(key, values[key]) != values[key]:
-                raise UserError(f"--{key} {values[key]} and --only {key}={only[key]} disagree.")
-            only[key] = values[key]
-    request = Request(
-        name=values["model"],
-        model=read_model_config(values["model"]),
-        fleet=Fleet.parse(values["gpus"]),
-        seq_len=values["seq_len"],
-        micro_batch_tokens=values["batch_per_gpu"],
-        tokens_per_step=values["tokens_per_step"],
-        only=only,
-    )
+    if values["explain"] is not None and values["json"]:
+        raise UserError("--explain prints a table and --json an object; give one of them.")
+    request = _request(values)
     for choice in find_choices(request):
-        request.run(choice)  # impossible runs are refused before JAX starts
+        # Impossible runs are refused before JAX starts.
+        request.run_of(choice, micro_batch=request.micro_batches(choice)[0])
     for key, largest in (("bandwidth", float("inf")), ("efficiency", 1.0)):
         if values[key] is not None and not 0 < values[key] <= largest:
             limit = " and at most 1" if largest == 1 else ""
             raise UserError(f"--{key} must be above 0{limit}, got {values[key]:g}.")
+    if values["compile"] < 1:
+        raise UserError(f"--compile must be at least 1, got {values['compile']}.")
     return Arguments(
         request=request,
         json=values["json"],
+        explain=values["explain"] is not None,
+        most_compiled=values["compile"],
         bandwidth=values["bandwidth"],
         efficiency=values["efficiency"],
     )
+
+
+def _request(values: dict[str, Any]) -> Request:
+    only = parse_only(values["only"]) if values["only"] else {}
+    for flag in _PINNED:
+        key = "mesh" if flag == "explain" else flag
+        if (value := values[flag]) is not None:
+            if only.get(key, value) != value:
+                raise UserError(f"--{flag} {value} and {key}={only[key]} disagree.")
+            only[key] = value
+    name, run = _run(values)
+    batch = None
+    if values["config"] is not None and values["tokens_per_step"] is None:
+        batch = run.sequences_per_step
+    return Request(
+        name=name,
+        run=run,
+        fleet=_fleet(values["gpus"]),
+        micro_batch_tokens=values["batch_per_gpu"],
+        tokens_per_step=values["tokens_per_step"],
+        batch=batch,
+        accumulation=values["accumulation"],
+        ram_gib=None if values["ram"] is None else parse_memory(values["ram"]),
+        only=only,
+    )
+
+
+def _run(values: dict[str, Any]) -> tuple[str, RunConfig]:
+    """The model's name and a run of it; only what no choice is about matters."""
+    if (values["model"] is None) == (values["config"] is None):
+        raise UserError("give the model with --model, or a run's YAML file with --config.")
+    length = {} if values["seq_len"] is None else {"seq_len": values["seq_len"]}
+    if values["config"] is not None:
+        run = load_config(Path(values["config"]).expanduser())
+        return values["config"], dataclasses.replace(run, **length)
+    model = read_model_config(values["model"])
+    length = length or {"seq_len": min(DEFAULT_SEQ_LEN, model.max_position_embeddings)}
+    return values["model"], RunConfig(model=model, batch=1, **length)
+
+
+def _fleet(text: str | None) -> Fleet:
+    if text is not None:
+        return Fleet.parse(text)
+    fleet = local_fleet()
+    if fleet is None:
+        raise UserError(
+            f"there is no NVIDIA GPU here; name some with --gpus, for example 3xrtx4090. Known "
+            f"are {', '.join(devices())}."
+        )
+    return fleet
+
+
+def parse_memory(text: str) -> float:
+    """`"64GiB"`, `"64GB"` or `"64"` (GiB) in GiB.
+
+    Raises:
+        UserError: for another form.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(GiB|GB)?", text.strip(), re.IGNORECASE)
+    if not match:
+        raise UserError(f"--ram: {text!r} is not a size, for example 64GiB.")
+    return float(match[1]) * (1e9 / GIB if (match[2] or "").lower() == "gb" else 1.0)
 
 
 def asks_for_probe(argv: Sequence[str]) -> bool:
@@ -118,22 +184,44 @@ def _make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--model", metavar="NAME", required=True, help="a preset, a YAML file or a model's folder")
-    add("--gpus", metavar="NxGPU", required=True, help="for example 3xrtx4090")
+    add("--model", metavar="NAME", help="a preset, a YAML file or a model's folder")
+    add(
+        "--config",
+        metavar="FILE",
+        help="a run's YAML file instead: its model, length, batch, dtype and optimizer",
+    )
+    add("--gpus", metavar="NxGPU", help="for example 3xrtx4090 (default: those of this machine)")
     add("--mesh", metavar="AxB", help="data x tensor devices (default: all that are possible)")
     add("--zero", choices=("0", "1", "2", "3"), help="ZeRO level (default: all)")
     add("--remat", choices=("none", "selective", "full"), help="(default: all)")
     add("--only", metavar="K=V,...", help="plan these choices only, for example mesh=3x1,zero=3")
-    add("--seq-len", metavar="N", type=int, default=4096, help="(default: 4096)")
+    add(
+        "--seq-len",
+        metavar="N",
+        type=int,
+        help=f"(default: {DEFAULT_SEQ_LEN}, or as many as the model takes)",
+    )
     add(
         "--batch-per-gpu",
         metavar="TOKENS",
         type=int,
-        help="of a micro-batch on one data device (default: one sequence)",
+        help="of a micro-batch on one data device (default: the most that fit)",
     )
     add("--tokens-per-step", metavar="N", type=int, help="at least; gradients are accumulated")
+    add("--accumulation", metavar="N", type=int, help="micro-batches of a step")
+    add("--ram", metavar="SIZE", help="the host's memory, for example 64GiB (default: no limit)")
     add("--bandwidth", metavar="GB/s", type=float, help="that one GPU sends in a ring")
     add("--efficiency", metavar="X", type=float, help="fraction of peak that products reach")
+    add(
+        "--compile",
+        metavar="N",
+        type=int,
+        default=DEFAULT_COMPILED,
+        help=f"how many choices are compiled, the best ones (default: {DEFAULT_COMPILED})",
+    )
+    add(
+        "--explain", metavar="AxB", help="the bill of the best choice on this mesh: all collectives"
+    )
     add("--json", action="store_true", help="print one JSON object")
     add(
         "--probe",

@@ -107,11 +107,12 @@ def compile_step(program: "Program", *, target: Target) -> CompiledStep:
     compiled = compile_train_step(program, options=_WITHOUT_GPU if target == "cuda" else {})
     seconds = time.perf_counter() - started
     memory = compiled.memory_analysis()
+    assert memory is not None
     return CompiledStep(
         state_bytes=memory.argument_size_in_bytes,
         temporaries_bytes=memory.temp_size_in_bytes,
         unaliased_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes,
-        text=compiled.as_text(),
+        text=compiled.as_text() or "",
         seconds=seconds,
     )
 

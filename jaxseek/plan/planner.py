@@ -1,207 +1,176 @@
-"""Plans: every legal choice with what it needs and costs, best first."""
+"""Plans: every legal choice with what it needs and costs, best first.
+
+All choices are modelled; then the best are compiled, one after the other, each with the largest
+micro-batch that fits, until enough of them have been and the best of all is one of them.
+"""
 
 import dataclasses
-import math
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from jaxseek.devices import GIB
-from jaxseek.flops import model_flops_per_token
-from jaxseek.mesh import MeshShape
 from jaxseek.plan.choices import Choice, Request, find_choices
-from jaxseek.plan.collectives import Collective, find_collectives, wire_bytes
-from jaxseek.plan.compilation import CompiledStep, Target, compile_step, planning_program
-from jaxseek.plan.hlo import parse_hlo
-from jaxseek.plan.theory import WireBytes, minimum_wire_bytes, state_bytes
-from jaxseek.plan.timing import Rates, device_flops, step_time
+from jaxseek.plan.collectives import Collective
+from jaxseek.plan.compilation import Target, compile_step, planning_program
+from jaxseek.plan.figures import ChoicePlan, choice_plan, step_collectives
+from jaxseek.plan.memory import temporaries_bytes
+from jaxseek.plan.theory import state_bytes
+from jaxseek.plan.timing import Rates
 from jaxseek.train.state import Program
 
-Source = Literal["compiled", "modelled"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ChoicePlan:
-    """One choice with its figures; field by field what `--json` prints.
-
-    Attributes:
-        micro_batch_tokens: of one micro-batch on one data device.
-        accumulation: micro-batches of a step.
-        temporaries_gib, total_gib, headroom_gib: `None` where nothing was compiled, because the
-            state alone does not fit.
-        host_gib: of the state that lies in the host's memory.
-        wire_bytes: what one GPU sends in a step, by axis and kind.
-        flops_per_step: executed by all GPUs together.
-        model_flops_per_step: of the model, no recomputation.
-        source: "compiled" for the program of those GPUs; "modelled" for everything else.
-    """
-
-    mesh: str
-    zero: int
-    state: str
-    remat: str
-    offload: str
-    micro_batch_tokens: int
-    accumulation: int
-    fits: bool
-    state_gib: float
-    temporaries_gib: float | None
-    total_gib: float | None
-    headroom_gib: float | None
-    host_gib: float
-    wire_bytes: WireBytes
-    wire_bytes_minimum: int
-    flops_per_step: float
-    model_flops_per_step: float
-    step_seconds: float
-    tokens_per_second: float
-    bound_by: str
-    source: Source
+# Programs compiled for one choice in search of its largest micro-batch.
+_TRIES = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """All choices, best first, and what their figures rest on."""
+    """All choices, best first, and what their figures rest on.
 
-    model: str
-    gpus: str
+    Attributes:
+        collectives: of the choices that were compiled.
+    """
+
+    request: Request
     choices: tuple[ChoicePlan, ...]
-    usable_gib: float
+    collectives: Mapping[Choice, tuple[Collective, ...]]
     rates: Rates
     target: Target
 
     def to_json(self) -> dict[str, Any]:
         """The object that `--json` prints."""
         choices = [dataclasses.asdict(choice) for choice in self.choices]
-        return {"model": self.model, "gpus": self.gpus, "choices": choices}
+        return {"model": self.request.name, "gpus": str(self.request.fleet), "choices": choices}
 
 
 def make_plan(
-    request: Request, *, rates: Rates, target: Target, report: Callable[[str], None]
+    request: Request,
+    *,
+    rates: Rates,
+    target: Target,
+    report: Callable[[str], None],
+    most_compiled: int,
 ) -> Plan:
     """Plan every choice that `request` leaves open.
 
-    A choice whose state alone is too large is not compiled; where that is true of all of them, the
-    one that needs least is. Whatever `request.only` picks is compiled.
-
     Args:
         report: told what is going on, a line at a time.
+        most_compiled: how many choices are compiled, the most promising first; up to twice as
+            many where the first of all is not among them.
     """
-    programs = {
-        choice: planning_program(request.run(choice), fleet=request.fleet, target=target)
-        for choice in find_choices(request)
-    }
-    states = {choice: state_bytes(program) for choice, program in programs.items()}
-    usable = request.fleet.usable_gib * GIB
-    chosen = {choice for choice, size in states.items() if size <= usable or request.only}
-    if not chosen:
-        chosen = {min(states, key=lambda choice: _size_rank(choice, states[choice]))}
-    plans = []
-    for choice, program in programs.items():
-        step = None
-        if choice in chosen:
-            step = compile_step(program, target=target)
-            report(
-                f"mesh {choice.mesh}, ZeRO {choice.zero}, remat {choice.remat}: "
-                f"compiled in {step.seconds:.1f} s"
-            )
-        plans.append(
-            _choice_plan(program, step, request=request, choice=choice, rates=rates, target=target)
-        )
+    options = [
+        _Option(request, choice, rates=rates, target=target) for choice in find_choices(request)
+    ]
+    waiting = list(options)
+    while waiting:
+        best = min(options, key=lambda option: _rank(option.plan))
+        compiled = len(options) - len(waiting)
+        # Where the nearest miss is known exactly, the others miss by more.
+        enough = compiled >= most_compiled or not best.plan.fits
+        if (best.settled and enough) or compiled >= 2 * most_compiled:
+            break
+        settled = min(waiting, key=lambda option: _rank(option.plan))
+        waiting.remove(settled)
+        settled.settle(report)
+        for option in waiting:
+            if option.is_like(settled):
+                option.assume(settled)
     return Plan(
-        model=request.name,
-        gpus=str(request.fleet),
-        choices=tuple(sorted(plans, key=_rank)),
-        usable_gib=request.fleet.usable_gib,
+        request=request,
+        choices=tuple(sorted((option.plan for option in options), key=_rank)),
+        collectives={option.choice: option.collectives for option in options if option.settled},
         rates=rates,
         target=target,
     )
 
 
-def step_collectives(program: Program, step: CompiledStep, *, target: Target) -> list[Collective]:
-    """The collectives of a compiled step, in the dtypes that the GPUs send.
+class _Option:
+    """A choice under consideration, with the best micro-batch that is known for it.
 
-    On CPU 16-bit values are summed and gathered as float32 (`Parallel.wire_dtype`); there floats
-    are counted with the compute dtype's size.
+    Attributes:
+        plan: its figures with that micro-batch.
+        collectives: of the compiled program.
+        settled: whether the figures are the compiled program's.
     """
-    found = find_collectives(parse_hlo(step.text), mesh=dict(program.mesh.shape))
-    item = program.compute_dtype.itemsize
-    if target == "cuda" or item == 4:
-        return found
-    return [
-        dataclasses.replace(c, operand_bytes=c.operand_bytes * item // 4)
-        if c.dtypes == ("f32",)
-        else c
-        for c in found
-    ]
 
+    def __init__(self, request: Request, choice: Choice, *, rates: Rates, target: Target):
+        self.choice = choice
+        self._request, self._rates = request, rates
+        self._target: Target = target
+        self._sizes = request.micro_batches(choice)
+        run = request.run_of(choice, micro_batch=self._sizes[0])
+        self._base = planning_program(run, fleet=request.fleet, target=target)
+        self._correction = 1.0
+        self.collectives: tuple[Collective, ...] = ()
+        self.settled = False
+        self.plan = self._figures(self._largest(self._sizes))
 
-def _choice_plan(
-    program: Program,
-    step: CompiledStep | None,
-    *,
-    request: Request,
-    choice: Choice,
-    rates: Rates,
-    target: Target,
-) -> ChoicePlan:
-    """The figures of one choice, from its compiled step if there is one."""
-    shape, run = MeshShape.parse(choice.mesh), program.run
-    minimum = minimum_wire_bytes(program)
-    least = _total(minimum)
-    state = state_bytes(program)
-    sent, overlapped = minimum, 0
-    memory: dict[str, float | None] = dict.fromkeys(("temporaries", "total", "headroom"))
-    usable = request.fleet.usable_gib
-    if step is not None:
-        collectives = step_collectives(program, step, target=target)
-        sent = wire_bytes(collectives)
-        overlapped = sum(c.wire_bytes for c in collectives if c.overlapped)
-        total = step.total_bytes / GIB
-        held = step.temporaries_bytes + step.unaliased_bytes
-        memory = {"temporaries": held / GIB, "total": total, "headroom": usable - total}
-        state = step.state_bytes
-    time = step_time(
-        program,
-        rates=rates,
-        state_bytes=state,
-        overlapped_bytes=overlapped,
-        exposed_bytes=_total(sent) - overlapped,
-    )
-    tokens = run.tokens_per_step
-    per_token = model_flops_per_token(run.model, program.specs, seq_len=run.seq_len)
-    return ChoicePlan(
-        **dataclasses.asdict(choice),
-        micro_batch_tokens=request.resolved_micro_batch,
-        accumulation=run.accumulation,
-        fits=memory["total"] is not None and memory["total"] <= usable,
-        state_gib=state / GIB,
-        temporaries_gib=memory["temporaries"],
-        total_gib=memory["total"],
-        headroom_gib=memory["headroom"],
-        host_gib=0.0,
-        wire_bytes=sent,
-        wire_bytes_minimum=least,
-        flops_per_step=device_flops(program) * shape.devices,
-        model_flops_per_step=per_token * tokens,
-        step_seconds=time.seconds,
-        tokens_per_second=tokens / time.seconds,
-        bound_by=time.bound_by,
-        source="compiled" if step is not None and target == "cuda" else "modelled",
-    )
+    def settle(self, report: Callable[[str], None]) -> None:
+        """Compile; where the micro-batch turns out too large or too small, another one."""
+        fitting: ChoicePlan | None = None
+        sizes = self._sizes
+        size = self._largest(sizes)
+        for _ in range(_TRIES):
+            program = self._program(size)
+            step = compile_step(program, target=self._target)
+            collectives = tuple(step_collectives(program, step, target=self._target))
+            plan = self._figures(size, step=step, collectives=collectives)
+            report(
+                f"{self.choice}, {plan.micro_batch_tokens} tokens per GPU: "
+                f"{plan.total_gib:.1f} GiB, compiled in {step.seconds:.1f} s"
+            )
+            self._correction = step.temporaries_bytes / max(1, temporaries_bytes(program))
+            if plan.fits:
+                fitting = plan
+                sizes = [n for n in sizes if n > size]
+            else:
+                sizes = [n for n in sizes if n < size]
+            if fitting is None or plan is fitting:
+                self.plan, self.collectives = plan, collectives
+            if not sizes or (plan.fits and self._needed(sizes[0]) > self._usable):
+                break
+            size = self._largest(sizes)
+        self.settled = True
 
+    def is_like(self, other: "_Option") -> bool:
+        """Whether the formula is likely to err on both by the same factor."""
+        mine, others = self.choice, other.choice
+        return self is not other and (mine.mesh, mine.zero) == (others.mesh, others.zero)
 
-def _size_rank(choice: Choice, state: int) -> tuple[int, ...]:
-    """The smallest state first; of equal ones that with the fewest temporaries."""
-    remats = ("full", "selective", "none")
-    return (state, -choice.zero, remats.index(choice.remat))
+    def assume(self, other: "_Option") -> None:
+        """Correct the formula as for `other`, which has been compiled."""
+        self._correction = other._correction
+        self.plan = self._figures(self._largest(self._sizes))
+
+    @property
+    def _usable(self) -> float:
+        return self._request.fleet.usable_gib * GIB
+
+    def _program(self, micro_batch: int) -> Program:
+        run = self._request.run_of(self.choice, micro_batch=micro_batch)
+        return dataclasses.replace(self._base, run=run)
+
+    def _figures(self, micro_batch: int, **compiled: Any) -> ChoicePlan:
+        return choice_plan(
+            self._request,
+            self.choice,
+            self._program(micro_batch),
+            rates=self._rates,
+            target=self._target,
+            correction=self._correction,
+            **compiled,
+        )
+
+    def _needed(self, micro_batch: int) -> float:
+        program = self._program(micro_batch)
+        return state_bytes(program) + temporaries_bytes(program) * self._correction
+
+    def _largest(self, sizes: list[int]) -> int:
+        """The largest of `sizes` (rising) that is thought to fit, or the first."""
+        return max((n for n in sizes if self._needed(n) <= self._usable), default=sizes[0])
 
 
 def _rank(plan: ChoicePlan) -> tuple[float, ...]:
     """What fits comes first, the fastest of it before the others; of the rest the smallest."""
     if plan.fits:
         return (0, -plan.tokens_per_second)
-    return (1, math.inf if plan.total_gib is None else plan.total_gib, plan.state_gib)
-
-
-def _total(sent: WireBytes) -> int:
-    return sum(sum(kinds.values()) for kinds in sent.values())
+    return (1, plan.total_gib, plan.state_gib)

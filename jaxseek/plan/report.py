@@ -3,62 +3,57 @@
 from rich.console import Console
 from rich.table import Table
 
-from jaxseek.devices import CONTEXT_GIB, Fleet
-from jaxseek.plan.planner import ChoicePlan, Plan
+from jaxseek.devices import CONTEXT_GIB
+from jaxseek.plan.figures import ChoicePlan
+from jaxseek.plan.planner import Plan
 
 # Columns of text; a narrower terminal wraps whole lines instead of cutting figures off.
-TABLE_WIDTH = 130
+TABLE_WIDTH = 150
+_LEFT = ("remat", "fits", "bound by", "source")
 _COLUMNS = (
-    "mesh",
-    "ZeRO",
-    "remat",
-    "fits",
-    "state",
-    "temporaries",
-    "total",
-    "head-room",
-    "sent",
-    "of least",
-    "step",
-    "tokens/s",
-    "MFU",
-    "bound by",
-    "source",
+    *("mesh", "ZeRO", "remat", "tokens", "acc.", "fits", "state", "temporaries", "total"),
+    *("head-room", "host", "sent", "of least", "step", "tokens/s", "MFU", "bound by", "source"),
 )
 
 
-def print_plan(plan: Plan, *, fleet: Fleet, console: Console) -> None:
+def print_plan(plan: Plan, *, console: Console) -> None:
     """The table, what it rests on, and one sentence of advice."""
-    console.print(f"{plan.model} on {fleet.count} x {fleet.device.name}")
+    fleet = plan.request.fleet
+    console.print(f"{plan.request.name} on {fleet.count} x {fleet.device.name}")
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in _COLUMNS:
-        right = column not in ("remat", "fits", "bound by", "source")
-        table.add_column(column, justify="right" if right else "left", no_wrap=True)
+        justify = "left" if column in _LEFT else "right"
+        table.add_column(column, justify=justify, no_wrap=True)
     for choice in plan.choices:
-        table.add_row(*_row(choice, fleet=fleet))
+        table.add_row(*_row(choice, plan))
     console.print(table)
-    console.print("GiB and bytes are those of one GPU; sent: GB in one step.")
-    for line in assumptions(plan, fleet=fleet):
-        console.print(line, highlight=False, markup=False)
-    console.print(advice(plan), highlight=False)
+    for line in assumptions(plan):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    console.print(advice(plan), highlight=False, soft_wrap=True)
 
 
-def assumptions(plan: Plan, *, fleet: Fleet) -> list[str]:
+def assumptions(plan: Plan) -> list[str]:
     """What the figures rest on, a line each."""
-    rates = plan.rates
+    rates, fleet = plan.rates, plan.request.fleet
     memory = (
-        "memory, collectives and their overlap: read from the CUDA program compiled for these GPUs"
+        "compiled rows: memory, collectives and their overlap are read from the CUDA program "
+        "compiled for these GPUs"
         if plan.target == "cuda"
         else "ESTIMATE: JAX's CUDA wheels are not installed (pip install 'jaxseek[cuda12]'), so "
-        "memory and collectives are those of the step compiled for emulated CPU devices, and no "
-        "communication is taken to overlap"
+        "the first rows' memory and collectives are those of the step compiled for emulated CPU "
+        "devices, and no communication is taken to overlap"
     )
     kept = (fleet.device.memory_mib - fleet.device.cuda_memory_mib) / 1024
     reserved = f"the driver keeps {kept:.1f} GiB; {CONTEXT_GIB} GiB for the CUDA context"
     reserved += f" and {fleet.nccl_gib} GiB for NCCL" if fleet.count > 1 else ""
     return [
-        f"- {memory}; modelled rows have a state that is too large by itself and were not compiled",
-        f"- {plan.usable_gib:.1f} of {fleet.device.memory_gib:.1f} GiB are usable: {reserved} are "
+        "- tokens: of a micro-batch on one GPU, the most that fit where they were left open; acc.: "
+        "micro-batches of a step; state, temporaries (gradients, activations, gathered weights), "
+        "total and head-room: GiB of one GPU",
+        "- host: GiB of the host's memory for the copy that a checkpoint is written from, the "
+        "process itself aside; sent: GB of one GPU in a step",
+        f"- {memory}; modelled rows: by formula, within about 10 % where a test looks",
+        f"- {fleet.usable_gib:.1f} of {fleet.device.memory_gib:.1f} GiB are usable: {reserved} are "
         "assumed; XLA's pool may take the rest (XLA_CLIENT_MEM_FRACTION, which the trainer sets)",
         f"- step time is modelled: products at {rates.compute_fraction:.0%} of "
         f"{fleet.device.bf16_tflops:g} TFLOP/s ({rates.compute_words}), {rates.wire / 1e9:.1f} "
@@ -69,38 +64,55 @@ def assumptions(plan: Plan, *, fleet: Fleet) -> list[str]:
 
 def advice(plan: Plan) -> str:
     """One sentence: what to take, or what to change first."""
-    best = plan.choices[0]
-    name = f"mesh {best.mesh}, ZeRO {best.zero}, remat {best.remat}"
+    best, usable = plan.choices[0], plan.request.fleet.usable_gib
     if best.fits:
         return (
-            f"Take {name}: {best.headroom_gib:.1f} GiB stay free; it is bound by {best.bound_by}."
+            f"Take {best.choice} with micro-batches of {best.micro_batch_tokens} tokens per GPU"
+            f"{_largest(plan)}: {best.headroom_gib:.1f} GiB stay free; it is bound by "
+            f"{best.bound_by}."
         )
-    if best.state_gib > plan.usable_gib:
+    smallest = min(plan.choices, key=lambda choice: choice.state_gib)
+    if smallest.state_gib > usable:
         return (
-            f"Nothing fits: the state alone takes {best.state_gib:.1f} GiB a GPU at the least, "
-            f"and {plan.usable_gib:.1f} are usable; it takes more GPUs or a smaller model."
+            f"Nothing fits: the state alone takes {smallest.state_gib:.1f} GiB a GPU at the least, "
+            f"and {usable:.1f} are usable; it takes more GPUs or a smaller model."
         )
-    assert best.total_gib is not None
+    if best.headroom_gib >= 0:
+        return (
+            f"Nothing fits: {best.choice} has room on the GPUs, but needs {best.host_gib:.1f} GiB "
+            f"of the host's memory, and --ram is {plan.request.ram_gib:g} GiB."
+        )
+    shorter = "micro-batch" if best.micro_batch_tokens > plan.request.run.seq_len else "sequences"
     return (
-        f"Nothing fits: {name} comes nearest and lacks {best.total_gib - plan.usable_gib:.1f} GiB; "
-        "shorten the sequences or the micro-batch first."
+        f"Nothing fits: {best.choice} comes nearest and lacks {-best.headroom_gib:.1f} GiB with "
+        f"{best.micro_batch_tokens} tokens per GPU; shorten the {shorter} first."
     )
 
 
-def _row(choice: ChoicePlan, *, fleet: Fleet) -> list[str]:
+def _largest(plan: Plan) -> str:
+    """Whether larger micro-batches than the best choice's have been found not to fit."""
+    best, request = plan.choices[0], plan.request
+    sizes = request.micro_batches(best.choice)
+    at_limit = best.micro_batch_tokens == sizes[-1] * request.run.seq_len
+    return "" if at_limit or best.choice not in plan.collectives else ", the largest that fit"
+
+
+def _row(choice: ChoicePlan, plan: Plan) -> list[str]:
     sent = sum(sum(kinds.values()) for kinds in choice.wire_bytes.values())
-    least = choice.wire_bytes_minimum
+    least, fleet = choice.wire_bytes_minimum, plan.request.fleet
     peak = fleet.device.bf16_tflops * 1e12 * fleet.count
     return [
         choice.mesh,
         str(choice.zero),
         choice.remat,
+        str(choice.micro_batch_tokens),
+        str(choice.accumulation),
         "yes" if choice.fits else "no",
         f"{choice.state_gib:.1f}",
-        *(
-            "-" if size is None else f"{size:.1f}"
-            for size in (choice.temporaries_gib, choice.total_gib, choice.headroom_gib)
-        ),
+        f"{choice.temporaries_gib:.1f}",
+        f"{choice.total_gib:.1f}",
+        f"{choice.headroom_gib:.1f}",
+        f"{choice.host_gib:.0f}",
         f"{sent / 1e9:.2f}",
         f"{sent / least:.3f}" if least else "-",
         f"{choice.step_seconds:.2f} s",

@@ -27,8 +27,8 @@ _STEP_FRACTION = 0.7
 # Of the link's peak, as a ring of NCCL sees it. GeForce cards pass everything through the host's
 # memory, which two or more of them share.
 _NVLINK_FRACTION, _PEER_FRACTION, _HOST_FRACTION = 0.75, 0.7, 0.4
-# Products of which "selective" keeps the result.
-_KEPT = ("o_proj", "down_proj")
+# XLA multiplies float32 with the tensor cores too, as TF32, at half the rate of bf16.
+_FLOAT32_SLOWER = 2
 # Blockwise attention: two products forward; five backward, which computes the scores anew. The
 # model's own count is two and four.
 _ATTENTION_FORWARD, _ATTENTION_BACKWARD = 2, 5
@@ -158,8 +158,9 @@ def step_time(
             gradient.
     """
     gradient_bytes = state_bytes / 3
+    flops = rates.flops if program.compute_dtype.itemsize == 2 else rates.flops / _FLOAT32_SLOWER
     return StepTime(
-        compute=device_flops(program) / rates.flops,
+        compute=device_flops(program) / flops,
         overlapped=overlapped_bytes / rates.wire,
         exposed=exposed_bytes / rates.wire,
         optimizer=(2 * state_bytes + gradient_bytes) / rates.memory,
@@ -181,7 +182,7 @@ def device_flops(program: Program) -> float:
         if not (spec.role in ("matrix", "router") or tied):
             continue
         share = active if "experts" in spec.dims and ".experts." in path else 1.0
-        forwards = 1 + _recomputed(path, remat=run.remat)
+        forwards = 1 + _recomputed(path, program)
         per_token += 2 * (forwards + 2) * share * local_size(layouts[path], tensor=ranks)
     passes = _ATTENTION_BACKWARD + _ATTENTION_FORWARD * (2 if run.remat == "full" else 1)
     heads = config.num_hidden_layers * -(-config.num_attention_heads // ranks)
@@ -192,9 +193,15 @@ def device_flops(program: Program) -> float:
     return per_token * tokens
 
 
-def _recomputed(path: str, *, remat: str) -> int:
-    """How often the backward pass repeats a layer's product."""
+def _recomputed(path: str, program: Program) -> int:
+    """How often the backward pass repeats the product with this parameter.
+
+    Only "full" computes what attention's output is projected to anew, and under tensor parallelism
+    not even that; no gradient needs what a layer's last product gives.
+    """
     in_layer = path.partition(".")[0] in (DENSE_STACK, MOE_STACK)
-    if remat == "none" or not in_layer:
+    if program.run.remat == "none" or not in_layer or ".down_proj." in path:
         return 0
-    return 0 if remat == "selective" and any(f".{name}." in path for name in _KEPT) else 1
+    if ".o_proj." in path:
+        return int(program.run.remat == "full" and program.mesh.shape[TENSOR_AXIS] == 1)
+    return 1

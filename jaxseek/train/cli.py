@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxseek.errors import UserError
+from jaxseek.plan.auto import AUTO, OPEN
 from jaxseek.presets import DEFAULT_PRESET, preset_names
 from jaxseek.run_config import RunConfig
 from jaxseek.run_file import expand_model, load_config, overlay, with_model
@@ -48,13 +49,20 @@ class Invocation:
         run: the run, checked.
         out: the run folder of `--out`; `None` leaves the choice to the trainer.
         resume: the run folder of `--resume`, whose `config.yaml` was the base of `run`.
-        changed: what flags changed of the resumed run, by dotted key: (value there, value now).
+        resumed: the run that stands there, before flags.
+        auto: with `--mesh auto`, the settings that the plan must not touch; else `None`.
     """
 
     run: RunConfig
     out: Path | None = None
     resume: Path | None = None
-    changed: dict[str, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
+    resumed: RunConfig | None = None
+    auto: dict[str, Any] | None = None
+
+    @property
+    def changed(self) -> dict[str, tuple[Any, Any]]:
+        """What is not as in the resumed run, by dotted key: (value there, value now)."""
+        return {} if self.resumed is None else _changes(self.resumed, self.run)
 
 
 def parse_arguments(argv: Sequence[str]) -> Invocation:
@@ -74,13 +82,21 @@ def parse_arguments(argv: Sequence[str]) -> Invocation:
         base = to_settings(resumed)
     else:
         base = read_yaml(Path(files["config"])) if "config" in files else {}
-    run = build(RunConfig, _layered(base, flags, fresh=resumed is None))
+    settings = _layered(base, flags, fresh=resumed is None)
+    auto = None
+    if "mesh" in settings and settings["mesh"].value == AUTO:
+        # A resumed run's file holds every setting, chosen or not; only flags are wishes there.
+        made = flags if resumed else settings
+        auto = {key: made[key].value for key in OPEN if key in made and key != "mesh"}
+        settings = {key: setting for key, setting in settings.items() if key != "mesh"}
+    run = build(RunConfig, settings)
     _check_vocabulary(run)
     return Invocation(
         run=run,
         out=Path(files["out"]) if "out" in files else None,
         resume=Path(files["resume"]) if "resume" in files else None,
-        changed=_changes(resumed, run) if resumed else {},
+        resumed=resumed,
+        auto=auto,
     )
 
 

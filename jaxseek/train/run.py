@@ -238,6 +238,7 @@ def _compile(
     started = time.perf_counter()
     step = compile_train_step(program)
     memory = step.memory_analysis()
+    assert memory is not None
     state_mib, temporary_mib = (
         size / 2**20 for size in (memory.argument_size_in_bytes, memory.temp_size_in_bytes)
     )

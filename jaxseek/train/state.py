@@ -112,8 +112,8 @@ class Program:
         """The parameters of one part of the model (or one layer of a stack), whole and in the
         compute dtype.
         """
-        layout = attach_bias(self.layout, self.bias_layout)[part]
-        return _gather_tree(params, layout, self)
+        layout = attach_bias(self.layout, self.bias_layout)
+        return _gather_tree({part: params}, {part: layout[part]}, self)[part]
 
     def gather_all(self, params: Params) -> Params:
         """All parameters, whole and in the compute dtype."""
@@ -243,9 +243,11 @@ def _edit(tree: Params, path: tuple[str, ...], change: Any) -> Params:
 
 
 def _gather_tree(params: Params, layout: Any, program: Program) -> Params:
+    """Every leaf gathered; profiles and plans name the collective after the parameter."""
     wire = program.parallel.wire_dtype
-    return jax.tree.map(
-        lambda x, leaf: layouts.gather(x, leaf, dtype=program.compute_dtype, wire_dtype=wire),
-        params,
-        layout,
-    )
+
+    def gather(path: Any, x: Array, leaf: LeafLayout) -> Array:
+        with jax.named_scope(layouts.path_name(path)):
+            return layouts.gather(x, leaf, dtype=program.compute_dtype, wire_dtype=wire)
+
+    return jax.tree_util.tree_map_with_path(gather, params, layout)

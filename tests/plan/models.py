@@ -4,7 +4,10 @@ can be held against the theory closely.
 
 from jaxseek.config import ModelConfig
 from jaxseek.devices import Fleet
-from jaxseek.plan.choices import Request
+from jaxseek.plan.choices import Choice, Request
+from jaxseek.plan.compilation import planning_program
+from jaxseek.run_config import RunConfig
+from jaxseek.train.state import Program
 
 _COMMON = {
     "vocab_size": 3072,
@@ -36,4 +39,11 @@ MLA_MOE = ModelConfig(
 
 def request(model: ModelConfig, *, gpus: str = "3xrtx4090", seq_len: int = 128, **rest) -> Request:
     """A request for `model` on sequences of 128 tokens."""
-    return Request(name="model", model=model, fleet=Fleet.parse(gpus), seq_len=seq_len, **rest)
+    run = RunConfig(model=model, seq_len=seq_len, batch=1)
+    return Request(name="model", run=run, fleet=Fleet.parse(gpus), **rest)
+
+
+def program(choice: Choice, asked: Request, *, micro_batch: int = 1) -> Program:
+    """What `choice` compiles, for emulated CPU devices."""
+    run = asked.run_of(choice, micro_batch=micro_batch)
+    return planning_program(run, fleet=asked.fleet, target="cpu")

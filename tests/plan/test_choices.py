@@ -29,7 +29,8 @@ def test_six_gpus_have_four_meshes_and_one_gpu_has_one():
 def test_every_choice_comes_with_every_remat_and_is_a_run():
     asked = request(DENSE, micro_batch_tokens=256, tokens_per_step=5000)
     for choice in find_choices(asked):
-        run = asked.run(choice)
+        assert asked.micro_batches(choice) == [2]
+        run = asked.run_of(choice, micro_batch=2)
         assert (run.mesh, run.zero, run.remat) == (choice.mesh, choice.zero, choice.remat)
         assert run.sequences_per_micro_batch * run.seq_len == 256
         assert run.tokens_per_step >= 5000 > run.tokens_per_step - 256 * run.mesh_shape.data
@@ -66,6 +67,33 @@ def test_a_micro_batch_is_whole_sequences():
 
 
 def test_sequences_longer_than_the_model_takes_are_refused():
-    choice = Choice(mesh="3x1", zero=3, remat="full")
     with pytest.raises(UserError, match="max_position_embeddings"):
-        request(DENSE, seq_len=1024).run(choice)
+        request(DENSE, seq_len=1024)
+
+
+CHOICE = Choice(mesh="3x1", zero=3, remat="full")
+
+
+def test_micro_batches_grow_to_what_a_step_needs_and_no_further():
+    assert request(DENSE).micro_batches(CHOICE) == list(range(1, 65536 // 128 + 1))
+    # 1000 tokens are 7.8 sequences, 2.6 on each of three devices.
+    assert request(DENSE, tokens_per_step=1000).micro_batches(CHOICE) == [1, 2, 3]
+
+
+def test_an_exact_batch_is_cut_into_equal_micro_batches():
+    asked = request(DENSE, batch=36)
+    assert asked.micro_batches(CHOICE) == [1, 2, 3, 4, 6, 12]
+    for size in asked.micro_batches(CHOICE):
+        run = asked.run_of(CHOICE, micro_batch=size)
+        assert (run.sequences_per_step, run.sequences_per_micro_batch) == (36, size)
+    pinned = request(DENSE, batch=36, accumulation=4)
+    assert pinned.micro_batches(CHOICE) == [3]
+    assert pinned.run_of(CHOICE, micro_batch=3).accumulation == 4
+
+
+def test_a_batch_that_three_does_not_divide_leaves_the_layers_to_be_split():
+    assert {choice.mesh for choice in find_choices(request(DENSE, batch=16))} == {"1x3"}
+    with pytest.raises(UserError, match="batch 16 cannot be cut for 3x1; choose another"):
+        find_choices(request(DENSE, batch=16, only={"mesh": "3x1"}))
+    with pytest.raises(UserError, match="any mesh of 3xrtx4090 and accumulation 7"):
+        find_choices(request(DENSE, batch=16, accumulation=7))

@@ -34,13 +34,41 @@ def test_flags_become_a_request():
     asked = parse_arguments([*line, "--bandwidth", "20", "--json"])
     request = asked.request
     assert request.model == load_preset("deepseek-coder-1.3b")
-    assert (str(request.fleet), request.seq_len, request.resolved_micro_batch) == (
+    assert (str(request.fleet), request.run.seq_len, request.micro_batch_tokens) == (
         "3xrtx4090",
         2048,
         4096,
     )
     assert request.only == {"mesh": "3x1", "zero": "3"}
     assert (asked.json, asked.bandwidth, asked.efficiency) == (True, 20.0, None)
+    assert (asked.explain, asked.most_compiled, request.batch) == (False, 3, None)
+
+
+def test_explain_pins_its_mesh():
+    asked = parse_arguments([*GPUS, "--explain", "1x3", "--zero", "0"])
+    assert asked.explain and asked.request.only == {"mesh": "1x3", "zero": "0"}
+
+
+def test_a_short_model_is_planned_at_its_own_length():
+    asked = parse_arguments(["--model", "small-v3", "--gpus", "rtx4090"])
+    model = load_preset("small-v3")
+    assert asked.request.run.seq_len == min(4096, model.max_position_embeddings)
+
+
+@pytest.mark.parametrize(("text", "gib"), [("64GiB", 64.0), ("64", 64.0), ("64gb", 64e9 / 2**30)])
+def test_ram_is_read_with_its_unit(text, gib):
+    assert parse_arguments([*GPUS, "--ram", text]).request.ram_gib == pytest.approx(gib)
+
+
+def test_a_runs_file_fixes_all_but_the_choice(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("model: deepseek-coder-1.3b\nseq_len: 512\nbatch: 48\ndtype: float32\n")
+    request = parse_arguments(["--config", str(file), "--gpus", "3xrtx4090"]).request
+    assert (request.batch, request.run.seq_len, request.run.dtype) == (48, 512, "float32")
+    more = parse_arguments(
+        ["--config", str(file), "--gpus", "3xrtx4090", "--tokens-per-step", "99999"]
+    ).request
+    assert (more.batch, more.tokens_per_step) == (None, 99999)
 
 
 def test_a_config_json_without_weights_is_enough(tmp_path):
@@ -67,15 +95,23 @@ def test_a_config_json_without_weights_is_enough(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--gpus", "3xrtx4090"], "required: --model"),
+        (
+            ["--gpus", "3xrtx4090"],
+            "give the model with --model, or a run's YAML file with --config",
+        ),
+        ([*GPUS, "--config", "run.yaml"], "give the model with --model, or a run's YAML file"),
+        ([*GPUS, "--ram", "much"], "--ram: 'much' is not a size, for example 64GiB"),
+        ([*GPUS, "--explain", "3x1", "--json"], "give one of them"),
+        ([*GPUS, "--explain", "3x1", "--mesh", "1x3"], "--explain 3x1 and mesh=1x3 disagree"),
+        ([*GPUS, "--compile", "0"], "--compile must be at least 1, got 0"),
         (["--model", "coder-6.7", "--gpus", "rtx4090"], "neither a preset nor a YAML file"),
         ([*GPUS, "--zero", "4"], "invalid choice: '4'"),
         ([*GPUS, "--efficiency", "1.5"], "--efficiency must be above 0 and at most 1, got 1.5"),
         ([*GPUS, "--bandwidth", "0"], "--bandwidth must be above 0, got 0"),
         ([*GPUS, "--tokens-per-step", "0"], "--tokens-per-step must be at least 1"),
-        ([*GPUS, "--seq-len", "0"], "--seq-len must be at least 1"),
+        ([*GPUS, "--seq-len", "0"], "seq_len must be at least 1"),
         ([*GPUS, "--seq-len", "100000"], "longer than the model's max_position_embeddings"),
-        ([*GPUS, "--zero", "1", "--only", "zero=3"], "--zero 1 and --only zero=3 disagree"),
+        ([*GPUS, "--zero", "1", "--only", "zero=3"], "--zero 1 and zero=3 disagree"),
         ([*GPUS, "--only", "zero:3"], "not of the form KEY=VALUE"),
     ],
 )

@@ -7,9 +7,11 @@ import pytest
 from rich.console import Console
 
 from jaxseek.devices import Fleet
-from jaxseek.plan.planner import ChoicePlan, Plan
+from jaxseek.plan.figures import ChoicePlan
+from jaxseek.plan.planner import Plan
 from jaxseek.plan.report import TABLE_WIDTH, advice, print_plan
 from jaxseek.plan.timing import machine_rates
+from tests.plan.models import DENSE, request
 
 FLEET = Fleet.parse("3xrtx4090")
 CHOICE = ChoicePlan(
@@ -25,7 +27,7 @@ CHOICE = ChoicePlan(
     temporaries_gib=4.25,
     total_gib=9.25,
     headroom_gib=13.75,
-    host_gib=0.0,
+    host_gib=15.0,
     wire_bytes={"data": {"all-gather": 2_000_000_000, "reduce-scatter": 1_000_000_000}},
     wire_bytes_minimum=2_970_000_000,
     flops_per_step=2e14,
@@ -39,10 +41,9 @@ CHOICE = ChoicePlan(
 
 def plan(*choices, target="cuda"):
     return Plan(
-        model="some-model",
-        gpus=str(FLEET),
+        request=request(DENSE, gpus=str(FLEET)),
         choices=choices,
-        usable_gib=FLEET.usable_gib,
+        collectives={choice.choice: () for choice in choices},
         rates=machine_rates(FLEET, compute_fraction=0.5, wire_gb_s=None),
         target=target,
     )
@@ -50,14 +51,15 @@ def plan(*choices, target="cuda"):
 
 def printed(made):
     out = io.StringIO()
-    print_plan(made, fleet=FLEET, console=Console(file=out, width=TABLE_WIDTH))
+    print_plan(made, console=Console(file=out, width=TABLE_WIDTH))
     return out.getvalue()
 
 
 def test_the_table_shows_a_choice_on_one_line_with_nothing_cut_off():
     [row] = [line for line in printed(plan(CHOICE)).splitlines() if "3x1" in line][:1]
     assert " ".join(row.split()) == (
-        "3x1 3 selective yes 5.0 4.2 9.2 13.8 3.00 1.010 0.50 s 24,576 40% compute compiled"
+        "3x1 3 selective 4096 1 yes 5.0 4.2 9.2 13.8 15 3.00 1.010 0.50 s 24,576 40% compute "
+        "compiled"
     )
 
 
@@ -79,10 +81,20 @@ def test_an_estimate_says_that_it_is_one_and_what_to_install():
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({}, "Take mesh 3x1, ZeRO 3, remat selective: 13.8 GiB stay free"),
         (
-            {"fits": False, "total_gib": 25.0},
-            "Nothing fits: mesh 3x1, ZeRO 3, remat selective comes nearest and lacks 2.4 GiB",
+            {},
+            "Take mesh 3x1, ZeRO 3, remat selective with micro-batches of 4096 tokens per GPU, the "
+            "largest that fit: 13.8 GiB stay free; it is bound by compute.",
+        ),
+        (
+            {"fits": False, "total_gib": 25.0, "headroom_gib": -2.4},
+            "Nothing fits: mesh 3x1, ZeRO 3, remat selective comes nearest and lacks 2.4 GiB with "
+            "4096 tokens per GPU; shorten the micro-batch first.",
+        ),
+        (
+            {"fits": False, "headroom_gib": -2.4, "micro_batch_tokens": 128},
+            "Nothing fits: mesh 3x1, ZeRO 3, remat selective comes nearest and lacks 2.4 GiB with "
+            "128 tokens per GPU; shorten the sequences first.",
         ),
         (
             {"fits": False, "state_gib": 30.0, "total_gib": 35.0},

@@ -5,9 +5,9 @@ import pytest
 from jaxseek import model
 from jaxseek.mesh import DATA_AXIS
 from jaxseek.plan.choices import Choice
-from jaxseek.plan.compilation import planning_program
 from jaxseek.plan.theory import minimum_wire_bytes, state_bytes
 from tests.plan.models import DENSE, MLA_MOE, request
+from tests.plan.models import program as program_of
 
 P = 2 * model.parameter_count(DENSE)  # bytes in bf16
 USED_ONCE = 2 * (2 * 3072 * 768 + 768)  # embedding, head and the last norm
@@ -15,8 +15,7 @@ USED_ONCE = 2 * (2 * 3072 * 768 + 768)  # embedding, head and the last norm
 
 def program(config, *, mesh, zero, tokens_per_step=None):
     asked = request(config, tokens_per_step=tokens_per_step)
-    run = asked.run(Choice(mesh=mesh, zero=zero, remat="selective"))
-    return planning_program(run, fleet=asked.fleet, target="cpu")
+    return program_of(Choice(mesh=mesh, zero=zero, remat="selective"), asked)
 
 
 @pytest.mark.parametrize(

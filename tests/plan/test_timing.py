@@ -6,15 +6,12 @@ from jaxseek import model
 from jaxseek.devices import Fleet
 from jaxseek.flops import model_flops_per_token
 from jaxseek.plan.choices import Choice
-from jaxseek.plan.compilation import planning_program
 from jaxseek.plan.timing import StepTime, device_flops, machine_rates
-from tests.plan.models import DENSE, MLA_MOE, request
+from tests.plan.models import DENSE, MLA_MOE, program, request
 
 
 def flops(config, *, mesh="3x1", remat="none"):
-    asked = request(config)
-    run = asked.run(Choice(mesh=mesh, zero=3, remat=remat))
-    return device_flops(planning_program(run, fleet=asked.fleet, target="cpu"))
+    return device_flops(program(Choice(mesh=mesh, zero=3, remat=remat), request(config)))
 
 
 def test_a_step_waits_for_what_is_exposed_and_hides_the_rest_behind_the_products():
@@ -57,10 +54,14 @@ def test_without_recomputation_a_device_executes_the_models_flops_of_its_tokens(
 
 
 def test_full_recomputation_adds_a_forward_pass_of_the_layers():
-    layers = 3 * (4 * 768 * 768 + 3 * 768 * 1536)
+    # But for the last product of a layer, of which no gradient needs the result.
+    layers = 3 * (4 * 768 * 768 + 2 * 768 * 1536)
     attention = 2 * 128 * 3 * 6 * 128
     added = flops(DENSE, remat="full") - flops(DENSE)
     assert added == pytest.approx((2 * layers + attention) * 128)
+    kept = 3 * 2 * 768 * 768 * 128 / 3  # o_proj, whose all-reduced result is saved
+    split = flops(DENSE, mesh="1x3", remat="full") - flops(DENSE, mesh="1x3")
+    assert split == pytest.approx(added / 3 - kept)
 
 
 def test_three_tensor_ranks_share_a_step_of_one_batch():

@@ -1,0 +1,70 @@
+"""`--mesh auto`: the trainer takes the plan's first choice.
+
+The plan compiles for GPUs from a process that uses none, so it runs in one of its own. Nothing here
+imports JAX.
+"""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxseek.devices import Fleet
+from jaxseek.errors import UserError
+from jaxseek.local_gpus import local_fleet
+from jaxseek.run_config import RunConfig
+from jaxseek.run_file import dump_config
+
+AUTO = "auto"
+# What the plan decides where the user does not.
+OPEN = ("mesh", "zero", "remat", "accumulation")
+_EMULATED = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
+_STAND_IN = "generic-24gb"
+
+
+def choose(run: RunConfig, *, fixed: Mapping[str, Any]) -> RunConfig:
+    """`run` as the plan for this machine's GPUs would run it; the plan tells why on stderr.
+
+    Without a GPU the emulated devices that `XLA_FLAGS` asks for, or one, are planned for as if they
+    were small GPUs.
+
+    Args:
+        fixed: settings of `OPEN` that the user has made.
+
+    Raises:
+        UserError: when nothing fits, and what the plan refuses.
+    """
+    fleet = local_fleet()
+    if fleet is None:
+        emulated = _EMULATED.search(os.environ.get("XLA_FLAGS", ""))
+        fleet = Fleet.parse(f"{emulated[1] if emulated else 1}x{_STAND_IN}")
+        print(f"--mesh auto: there is no GPU here; planning for {fleet}", file=sys.stderr)
+    best = _plan(run, fleet=fleet, fixed=fixed)
+    if not best["fits"]:
+        raise UserError(
+            f"--mesh auto: nothing fits on {fleet}; see python -m jaxseek.plan for what would."
+        )
+    return dataclasses.replace(run, **{name: best[name] for name in OPEN})
+
+
+def _plan(run: RunConfig, *, fleet: Fleet, fixed: Mapping[str, Any]) -> dict[str, Any]:
+    """The plan's first choice, as `--json` prints it."""
+    command = [sys.executable, "-m", "jaxseek.plan", "--gpus", str(fleet), "--json"]
+    for name in OPEN:
+        if name in fixed and name != "mesh":
+            command += [f"--{name}", str(fixed[name])]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "run.yaml"
+        file.write_text(dump_config(run))
+        done = subprocess.run([*command, "--config", str(file)], stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise UserError(
+            "--mesh auto: no plan could be made, for the reason above; give --mesh AxB."
+        )
+    return json.loads(done.stdout)["choices"][0]

@@ -47,9 +47,10 @@ def compiled(model, mesh, *, zero, remat="selective", tokens=4096, accumulation=
 def wire_ratio(program, step):
     found = step_collectives(program, step, target="cuda")
     assert "other" not in {collective.axis for collective in found}
-    large = [c for c in found if c.wire_bytes > 1e6]
-    assert {dtype for c in large for dtype in c.dtypes} == {"bf16"}
-    return sum(c.wire_bytes for c in found) / total(minimum_wire_bytes(program))
+    sent = sum(c.wire_bytes for c in found)
+    wide = sum(c.wire_bytes for c in found if c.dtypes != ("bf16",))
+    assert wide <= 0.01 * sent  # routers, norms and sums of scalars are float32
+    return sent / total(minimum_wire_bytes(program))
 
 
 @pytest.mark.parametrize("kind", list(MODELS))

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxseek.ops.grouped_matmul import block_counts, expert_mlp, grouped_matmul
+from jaxseek.ops.grouped_loop import block_counts
+from jaxseek.ops.grouped_matmul import expert_mlp, grouped_matmul
 
 DIM, FFN = 7, 5
 

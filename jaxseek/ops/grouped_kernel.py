@@ -43,7 +43,7 @@ class Tiles:
 
     Attributes:
         rows: of a tile of rows times weights.
-        columns: of a tile, and both sides of a tile of a weight gradient.
+        columns: of a tile, and the side of a tile of a weight gradient.
         inner: of the contracted dim, per step of the loop. For a weight gradient these are rows.
     """
 
@@ -123,6 +123,7 @@ class GroupedKernel:
             grid=grid,
             out=[((num_rows, ffn), x.dtype)] * 3 + [((grid[0], num_rows), jnp.float32)],
             aliases={4: 0, 5: 1},  # gate and up are needed no more
+            num_warps=8,  # with 4, what the epilogue holds does not fit the registers
         )
         d_down_w = self.weight_gradient(hidden, d_out, group_sizes)
         d_gate_w, d_up_w = self._weight_gradients(x, (d_gate, d_up), group_sizes)
@@ -163,7 +164,11 @@ class GroupedKernel:
         return self._call(
             functools.partial(_weight_gradients_kernel, tiles=tiles),
             (jnp.stack([ends - group_sizes, ends]), lhs, *d_outs),
-            grid=(_count(shape[2], tiles.columns), _count(shape[1], tiles.columns), shape[0]),
+            grid=(
+                _count(shape[2], tiles.columns // len(d_outs)),
+                _count(shape[1], tiles.columns),
+                shape[0],
+            ),
             out=[(shape, lhs.dtype)] * len(d_outs),
             num_warps=8,
         )
@@ -259,7 +264,7 @@ def _mask(spans: Sequence[_Span]) -> Array | None:
 
 
 def _load(ref: Any, *spans: _Span, at: tuple[Array, ...] = ()) -> Array:
-    """A part of an array, with zeros for what does not exist; `at` are indices of its first dims."""
+    """A part of an array, zeros for what does not exist; `at` are indices of its first dims."""
     mask = _mask(spans)
     index = (*at, *(pl.ds(span.start, span.size) for span in spans))
     return plgpu.load(ref.at[index], mask=mask, other=None if mask is None else 0)
@@ -297,7 +302,8 @@ def _add_products(
     """
     group, rows, columns = tile
     inner_size = lhs_ref.shape[1]
-    steps = jnp.where(group < weight_refs[0].shape[0], _count(inner_size, tiles.inner), 0)
+    has_weights = (group < weight_refs[0].shape[0]).astype(jnp.int32)
+    steps = has_weights * _count(inner_size, tiles.inner)
 
     def step(i: Array, totals: tuple[Array, ...]) -> tuple[Array, ...]:
         inner = _span(i * tiles.inner, tiles.inner, end=inner_size)
@@ -398,10 +404,10 @@ def _weight_gradients_kernel(group_rows_ref: Any, lhs_ref: Any, *refs: Any, tile
     d_out_refs, gradient_refs = refs[:count], refs[count:]
     group = pl.program_id(2)
     first, end = group_rows_ref[0, group], group_rows_ref[1, group]
-    side = tiles.columns
+    sides = tiles.columns, tiles.columns // count
     columns = [
-        _span(pl.program_id(axis) * side, side, end=gradient_refs[0].shape[2 - axis])
-        for axis in (1, 0)
+        _span(pl.program_id(1 - dim) * side, side, end=gradient_refs[0].shape[1 + dim])
+        for dim, side in enumerate(sides)
     ]
 
     def step(i: Array, totals: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -414,6 +420,6 @@ def _weight_gradients_kernel(group_rows_ref: Any, lhs_ref: Any, *refs: Any, tile
         )
 
     steps = _count(end - first, tiles.inner)
-    totals = jax.lax.fori_loop(0, steps, step, _zeros(count, side, side))
+    totals = jax.lax.fori_loop(0, steps, step, _zeros(count, *sides))
     for ref, total in zip(gradient_refs, totals, strict=True):
         _store(ref, total, *columns, at=(group,))

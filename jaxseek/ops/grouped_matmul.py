@@ -10,11 +10,10 @@ each of these forms:
 - `ragged_dot`: `jax.lax.ragged_dot`, on TPU. On CPU and CUDA it compiles to a dense masked product
   over all experts.
 
-Which of them "auto" is, is settled where the program is lowered, so that a process without a GPU
+Which of them "auto" is depends on what the program is traced for, so that a process without a GPU
 compiles the program that a GPU runs.
 """
 
-import dataclasses
 import functools
 from typing import Literal, Protocol, get_args
 
@@ -23,11 +22,17 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxseek.ops.collectives import vary_like
-from jaxseek.ops.grouped_kernel import GroupedKernel
 from jaxseek.ops.grouped_loop import GroupedLoop
+from jaxseek.ops.platform import target_platform
 from jaxseek.ops.swiglu import swiglu
 
 Implementation = Literal["auto", "kernel", "kernel_interpreted", "loop", "ragged_dot"]
+
+_AUTO_IMPLEMENTATION: dict[str, Implementation] = {
+    "gpu": "kernel",
+    "cuda": "kernel",
+    "tpu": "ragged_dot",
+}
 
 
 def grouped_matmul(
@@ -115,48 +120,19 @@ class GroupedProducts(Protocol):
     def mlp_backward(self, *inputs: Array) -> tuple[Array, ...]: ...
 
 
-_LOOP, _KERNEL = GroupedLoop(), GroupedKernel()
-
-
-@dataclasses.dataclass(frozen=True)
-class _ByPlatform:
-    """The kernel in programs for CUDA, else the loop."""
-
-    def matmul(self, *inputs: Array) -> Array:
-        return jax.lax.platform_dependent(*inputs, cuda=_KERNEL.matmul, default=_LOOP.matmul)
-
-    def matmul_transposed(self, *inputs: Array) -> Array:
-        return jax.lax.platform_dependent(
-            *inputs, cuda=_KERNEL.matmul_transposed, default=_LOOP.matmul_transposed
-        )
-
-    def weight_gradient(self, *inputs: Array) -> Array:
-        return jax.lax.platform_dependent(
-            *inputs, cuda=_KERNEL.weight_gradient, default=_LOOP.weight_gradient
-        )
-
-    def mlp_forward(self, *inputs: Array) -> tuple[Array, ...]:
-        return jax.lax.platform_dependent(
-            *inputs, cuda=_KERNEL.mlp_forward, default=_LOOP.mlp_forward
-        )
-
-    def mlp_backward(self, *inputs: Array) -> tuple[Array, ...]:
-        return jax.lax.platform_dependent(
-            *inputs, cuda=_KERNEL.mlp_backward, default=_LOOP.mlp_backward
-        )
-
-
 def _products(implementation: Implementation) -> GroupedProducts | None:
     """What computes `implementation`; None is `jax.lax.ragged_dot`, which JAX differentiates."""
+    if implementation == "auto":
+        implementation = _AUTO_IMPLEMENTATION.get(target_platform(), "loop")
     match implementation:
-        case "auto":
-            return None if jax.default_backend() == "tpu" else _ByPlatform()
-        case "kernel":
-            return _KERNEL
-        case "kernel_interpreted":
-            return GroupedKernel(interpret=True)
+        case "kernel" | "kernel_interpreted":
+            # Only here: JAX 0.12 announces that Pallas' Triton backend will be removed, and that
+            # shall not stop a program that has no use for it.
+            from jaxseek.ops.grouped_kernel import GroupedKernel
+
+            return GroupedKernel(interpret=implementation == "kernel_interpreted")
         case "loop":
-            return _LOOP
+            return GroupedLoop()
         case "ragged_dot":
             return None
     known = ", ".join(get_args(Implementation))

@@ -32,6 +32,15 @@ _CUDA_OPTIONS: Mapping[str, str | bool | int] = {
     "xla_gpu_enable_pipelined_all_gather": True,
     "xla_gpu_autotune_level": 0,
 }
+# Pallas (from JAX 0.11 on) looks a GPU's compute capability up by its name and knows few names: a
+# described GPU bears that of one with the same compute capability.
+_NAME_KNOWN_TO_PALLAS = {
+    8.0: "NVIDIA A100",
+    8.6: "NVIDIA A10",
+    8.9: "NVIDIA L4",
+    9.0: "NVIDIA H100",
+    12.0: "NVIDIA RTX PRO 6000",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,9 +163,10 @@ def chip_description(device: Device) -> str:
         "registers_per_block_limit": 65536,
     }
     fields = " ".join(f"{key}: {value}" for key, value in info.items())
+    name = _NAME_KNOWN_TO_PALLAS.get(device.compute_capability, device.name)
     return (
         f"gpu_device_info {{ {fields} "
         f"cuda_compute_capability {{ major: {major} minor: {minor} }} }} "
         'platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 patch: 2 } '
-        f'device_description_str: "{device.name}"'
+        f'device_description_str: "{name}"'
     )

@@ -10,7 +10,7 @@ which reverse-mode autodiff cannot differentiate, so the backward passes are wri
 
 import dataclasses
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,16 @@ from jaxseek.ops.swiglu import swiglu
 _BLOCK_ROWS = tuple(range(32, 257, 32))
 
 _Carry = TypeVar("_Carry")
+
+
+class ExpertArrays(NamedTuple):
+    """What the experts of a layer compute with, or its gradients; see `expert_mlp`."""
+
+    x: Array
+    gate_w: Array
+    up_w: Array
+    down_w: Array
+    row_weights: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,40 +58,25 @@ class GroupedLoop:
         (gradient,) = _weight_gradients(lhs, d_out, group_sizes, count=1)
         return gradient
 
-    def mlp_forward(
-        self,
-        x: Array,
-        gate_w: Array,
-        up_w: Array,
-        down_w: Array,
-        row_weights: Array,
-        group_sizes: Array,
-    ) -> tuple[Array, Array, Array]:
+    def mlp_forward(self, arrays: ExpertArrays, group_sizes: Array) -> tuple[Array, Array, Array]:
         """The result [M, D] of `expert_mlp`; gate x and up x [M, F], for the backward pass."""
+        x, gate_w, up_w, down_w, row_weights = arrays
         gate, up = jnp.split(_rows_times_weights(x, (gate_w, up_w), group_sizes), 2, axis=1)
         hidden = _weighted_swiglu(gate, up, row_weights)
         return self.matmul(hidden, down_w, group_sizes), gate, up
 
     def mlp_backward(
-        self,
-        x: Array,
-        gate_w: Array,
-        up_w: Array,
-        down_w: Array,
-        row_weights: Array,
-        group_sizes: Array,
-        gate: Array,
-        up: Array,
-        d_out: Array,
-    ) -> tuple[Array, Array, Array, Array, Array]:
-        """Gradients of x, gate_w, up_w, down_w and row_weights."""
+        self, arrays: ExpertArrays, group_sizes: Array, *, gate: Array, up: Array, d_out: Array
+    ) -> ExpertArrays:
+        """Gradients of the arrays."""
+        x, gate_w, up_w, down_w, row_weights = arrays
         hidden, pullback = jax.vjp(_weighted_swiglu, gate, up, row_weights)
         d_down_w = self.weight_gradient(hidden, d_out, group_sizes)
         d_gate, d_up, d_row_weights = pullback(self.matmul_transposed(d_out, down_w, group_sizes))
         d_gate_up = jnp.concatenate([d_gate, d_up], axis=1)
         d_x = _rows_times_weights(d_gate_up, (gate_w, up_w), group_sizes, transpose=True)
         d_gate_w, d_up_w = _weight_gradients(x, d_gate_up, group_sizes, count=2)
-        return d_x, d_gate_w, d_up_w, d_down_w, d_row_weights
+        return ExpertArrays(d_x, d_gate_w, d_up_w, d_down_w, d_row_weights)
 
 
 def block_counts(group_sizes: Array, num_rows: int) -> dict[int, Array]:

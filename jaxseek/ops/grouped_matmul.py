@@ -15,16 +15,21 @@ compiles the program that a GPU runs.
 """
 
 import functools
-from typing import Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from jaxseek.ops.collectives import vary_like
-from jaxseek.ops.grouped_loop import GroupedLoop
+from jaxseek.ops.grouped_loop import ExpertArrays, GroupedLoop
 from jaxseek.ops.platform import target_platform
 from jaxseek.ops.swiglu import swiglu
+
+if TYPE_CHECKING:
+    from jaxseek.ops.grouped_kernel import GroupedKernel
+
+    GroupedProducts = GroupedLoop | GroupedKernel
 
 Implementation = Literal["auto", "kernel", "kernel_interpreted", "loop", "ragged_dot"]
 
@@ -103,24 +108,11 @@ def expert_mlp(
         hidden = swiglu(_ragged_dot(x, gate_w, group_sizes), _ragged_dot(x, up_w, group_sizes))
         hidden = (hidden * row_weights[:, None]).astype(x.dtype)
         return _ragged_dot(hidden, down_w, group_sizes)
-    return _expert_mlp(products, *_same_axes(x, gate_w, up_w, down_w, row_weights, group_sizes))
+    *arrays, group_sizes = _same_axes(x, gate_w, up_w, down_w, row_weights, group_sizes)
+    return _expert_mlp(products, ExpertArrays(*arrays), group_sizes)
 
 
-class GroupedProducts(Protocol):
-    """What a form has to compute; see `GroupedLoop`."""
-
-    def matmul(self, lhs: Array, rhs: Array, group_sizes: Array, /) -> Array: ...
-
-    def matmul_transposed(self, d_out: Array, rhs: Array, group_sizes: Array, /) -> Array: ...
-
-    def weight_gradient(self, lhs: Array, d_out: Array, group_sizes: Array, /) -> Array: ...
-
-    def mlp_forward(self, *inputs: Array) -> tuple[Array, ...]: ...
-
-    def mlp_backward(self, *inputs: Array) -> tuple[Array, ...]: ...
-
-
-def _products(implementation: Implementation) -> GroupedProducts | None:
+def _products(implementation: Implementation) -> "GroupedProducts | None":
     """What computes `implementation`; None is `jax.lax.ragged_dot`, which JAX differentiates."""
     if implementation == "auto":
         implementation = _AUTO_IMPLEMENTATION.get(target_platform(), "loop")
@@ -150,15 +142,15 @@ def _same_axes(*values: Array) -> list[Array]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(products: GroupedProducts, lhs: Array, rhs: Array, group_sizes: Array) -> Array:
+def _matmul(products: "GroupedProducts", lhs: Array, rhs: Array, group_sizes: Array) -> Array:
     return products.matmul(lhs, rhs, group_sizes)
 
 
-def _matmul_fwd(products: GroupedProducts, *inputs: Array):
+def _matmul_fwd(products: "GroupedProducts", *inputs: Array):
     return products.matmul(*inputs), inputs
 
 
-def _matmul_bwd(products: GroupedProducts, inputs: tuple[Array, ...], d_out: Array):
+def _matmul_bwd(products: "GroupedProducts", inputs: tuple[Array, ...], d_out: Array):
     lhs, rhs, group_sizes = inputs
     d_lhs = products.matmul_transposed(d_out, rhs, group_sizes)
     return d_lhs, products.weight_gradient(lhs, d_out, group_sizes), None
@@ -168,17 +160,20 @@ _matmul.defvjp(_matmul_fwd, _matmul_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _expert_mlp(products: GroupedProducts, *inputs: Array) -> Array:
-    return products.mlp_forward(*inputs)[0]
+def _expert_mlp(products: "GroupedProducts", arrays: ExpertArrays, group_sizes: Array) -> Array:
+    return products.mlp_forward(arrays, group_sizes)[0]
 
 
-def _expert_mlp_fwd(products: GroupedProducts, *inputs: Array):
-    out, gate, up = products.mlp_forward(*inputs)
-    return out, (*inputs, gate, up)
+def _expert_mlp_fwd(products: "GroupedProducts", arrays: ExpertArrays, group_sizes: Array):
+    out, gate, up = products.mlp_forward(arrays, group_sizes)
+    return out, (arrays, group_sizes, gate, up)
 
 
-def _expert_mlp_bwd(products: GroupedProducts, saved: tuple[Array, ...], d_out: Array):
-    return *products.mlp_backward(*saved, d_out), None
+def _expert_mlp_bwd(
+    products: "GroupedProducts", saved: tuple[ExpertArrays, Array, Array, Array], d_out: Array
+):
+    arrays, group_sizes, gate, up = saved
+    return products.mlp_backward(arrays, group_sizes, gate=gate, up=up, d_out=d_out), None
 
 
 _expert_mlp.defvjp(_expert_mlp_fwd, _expert_mlp_bwd)

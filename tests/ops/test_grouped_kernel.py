@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxseek.ops.grouped_kernel import GroupedKernel, Tiles, num_tiles, tile_schedule
+from jaxseek.ops.grouped_kernel import GroupedKernel, num_tiles, tile_schedule
+from jaxseek.ops.grouped_loop import ExpertArrays
 from jaxseek.ops.grouped_matmul import expert_mlp
+from jaxseek.ops.grouped_program import Tiles
 
 KERNEL = GroupedKernel(tiles=Tiles(rows=16, columns=32, inner=16), interpret=True)
 # Two tiles of columns and, of the contracted dim, two steps that are full and one that is not.
@@ -74,8 +76,10 @@ def kernel_products(lhs, rhs, d_out, sizes):
 
 @jax.jit
 def kernel_mlp_and_gradients(inputs, d_out):
-    out, gate, up = KERNEL.mlp_forward(*inputs)
-    return [out, *KERNEL.mlp_backward(*inputs, gate, up, d_out)]
+    *arrays, sizes = inputs
+    arrays = ExpertArrays(*arrays)
+    out, gate, up = KERNEL.mlp_forward(arrays, sizes)
+    return [out, *KERNEL.mlp_backward(arrays, sizes, gate=gate, up=up, d_out=d_out)]
 
 
 schedule_of = jax.jit(tile_schedule, static_argnums=(1, 2))

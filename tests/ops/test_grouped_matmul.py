@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
-from jaxseek.ops.grouped_matmul import block_counts, expert_mlp, grouped_matmul
+from jaxseek.ops.grouped_loop import block_counts
+from jaxseek.ops.grouped_matmul import expert_mlp, grouped_matmul
 
 DIM, FFN = 7, 5
 
@@ -235,7 +236,7 @@ def test_experts_split_over_three_devices_give_the_unsplit_result(implementation
     assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("implementation", ["loop", "ragged_dot"])
+@pytest.mark.parametrize("implementation", ["loop", "kernel_interpreted", "ragged_dot"])
 def test_rows_split_over_three_devices_sum_their_weight_gradients(implementation):
     """Every device has all experts and a third of the rows, routed in its own way."""
     sizes = np.array([(3, 0, 9), (0, 12, 1), (5, 5, 2)])
@@ -249,7 +250,12 @@ def test_rows_split_over_three_devices_sum_their_weight_gradients(implementation
 
     rows, whole = PartitionSpec("data"), PartitionSpec()
     sharded = jax.shard_map(
-        split, mesh=devices(3, "data"), in_specs=(rows, whole, whole, whole), out_specs=rows
+        split,
+        mesh=devices(3, "data"),
+        in_specs=(rows, whole, whole, whole),
+        out_specs=rows,
+        # Pallas' interpreter does not know of varying axes; the CUDA lane compiles with them.
+        check_vma=implementation != "kernel_interpreted",
     )
 
     def plain(x, *weights):
@@ -262,10 +268,35 @@ def test_rows_split_over_three_devices_sum_their_weight_gradients(implementation
     assert_close(actual, value_and_gradients(plain, inputs, d_out))
 
 
-def test_auto_is_not_the_dense_ragged_dot_off_tpu():
+def primitives_on(platform):
+    """The program of the experts, traced in this process for a device of any platform."""
+    device = AbstractDevice(device_kind="some device", num_cores=None, platform=platform)
+    mesh = AbstractMesh((1,), ("data",), (AxisType.Auto,), abstract_device=device)
+    whole = PartitionSpec()
+    traced = jax.shard_map(expert_mlp, mesh=mesh, in_specs=whole, out_specs=whole)
+    return str(jax.make_jaxpr(traced)(*mlp_inputs(20, 2), jnp.array([5, 9])))
+
+
+@pytest.mark.parametrize(
+    ("platform", "form"), [("cpu", None), ("gpu", "pallas_call"), ("tpu", "ragged_dot")]
+)
+def test_auto_is_the_form_for_the_platform_of_the_mesh(platform, form):
+    program = primitives_on(platform)
+    assert [name for name in ("pallas_call", "ragged_dot") if name in program] == [form] * bool(
+        form
+    )
+    assert "interpret=True" not in program
+
+
+def test_auto_without_a_mesh_is_the_form_for_the_default_platform():
+    program = str(jax.make_jaxpr(expert_mlp)(*mlp_inputs(20, 2), jnp.array([5, 9])))
+    assert "while[" in program and "pallas_call" not in program and "ragged_dot" not in program
+
+
+def test_the_kernel_never_runs_interpreted_unless_asked_for():
     inputs = mlp_inputs(20, 2)
-    program = str(jax.make_jaxpr(expert_mlp)(*inputs, jnp.array([5, 9])))
-    assert ("ragged_dot" in program) == (jax.default_backend() == "tpu")
+    with pytest.raises(ValueError, match="Only interpret mode is supported on CPU"):
+        expert_mlp(*inputs, jnp.array([5, 9]), implementation="kernel")
 
 
 def test_an_unknown_implementation_is_refused():

@@ -23,8 +23,18 @@ if TYPE_CHECKING:
 
 Target = Literal["cuda", "cpu"]
 _CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
-# Autotuning runs kernels, which takes a GPU.
-_WITHOUT_GPU: Mapping[str, str | bool | int] = {"xla_gpu_autotune_level": 0}
+# Autotuning runs kernels, which takes a GPU. And since no kernel will run, none need be fast: what
+# they compute and where their results lie is settled before LLVM and ptxas see them.
+_WITHOUT_GPU: Mapping[str, str | bool | int] = {
+    "xla_gpu_autotune_level": 0,
+    "xla_backend_optimization_level": 0,
+    "xla_gpu_disable_gpuasm_optimizations": True,
+}
+# Where the state alone is too large, no product done again would make the step fit.
+_HOPELESS: Mapping[str, str | bool | int] = {"xla_disable_hlo_passes": "rematerialization"}
+# JAX 0.12 lowers Pallas kernels for a described GPU only if its name contains one that it knows
+# (jax/_src/pallas/triton/gpu_info.py), and of the name it wants nothing but the capability.
+_NAMES_OF_CAPABILITY = {8.6: "NVIDIA A10", 8.9: "NVIDIA L4", 12.0: "NVIDIA RTX PRO 6000"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,12 +109,23 @@ def planning_program(run: RunConfig, *, fleet: Fleet, target: Target) -> "Progra
     return make_program(run, planning_mesh(run.mesh_shape, fleet=fleet, target=target))
 
 
-def compile_step(program: "Program", *, target: Target) -> CompiledStep:
-    """Compile the train step of `program` from abstract arrays."""
+def compile_step(
+    program: "Program", *, target: Target, usable_bytes: float | None = None
+) -> CompiledStep:
+    """Compile the train step of `program` from abstract arrays.
+
+    Args:
+        usable_bytes: of one GPU; a state that is larger spares XLA the search for memory to save.
+    """
+    from jaxseek.plan.theory import state_bytes
     from jaxseek.train.compiled import compile_train_step
 
     started = time.perf_counter()
-    compiled = compile_train_step(program, options=_WITHOUT_GPU if target == "cuda" else {})
+    options: Mapping[str, str | bool | int] = {}
+    if target == "cuda":
+        hopeless = usable_bytes is not None and state_bytes(program) > usable_bytes
+        options = {**_WITHOUT_GPU, **(_HOPELESS if hopeless else {})}
+    compiled = compile_train_step(program, options=options)
     seconds = time.perf_counter() - started
     memory = compiled.memory_analysis()
     assert memory is not None
@@ -145,10 +166,12 @@ def chip_description(device: Device) -> str:
         "thread_dim_limit_z": 64,
     }
     fields = " ".join(f"{key}: {value}" for key, value in info.items())
+    known = _NAMES_OF_CAPABILITY.get(device.compute_capability)
+    name = f"{device.name} [{known}]" if known else device.name
     return (
         f"gpu_device_info {{ {fields} "
         f"cuda_compute_capability {{ major: {major} minor: {minor} "
         f"feature_extension: {extension} }} }} "
         'platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 patch: 2 } '
-        f'device_description_str: "{device.name}"'
+        f'device_description_str: "{name}"'
     )

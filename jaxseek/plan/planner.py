@@ -111,7 +111,7 @@ class _Option:
         size = self._largest(sizes)
         for _ in range(_TRIES):
             program = self._program(size)
-            step = compile_step(program, target=self._target)
+            step = compile_step(program, target=self._target, usable_bytes=self._usable)
             collectives = tuple(step_collectives(program, step, target=self._target))
             plan = self._figures(size, step=step, collectives=collectives)
             report(

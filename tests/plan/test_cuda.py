@@ -129,7 +129,7 @@ def test_a_model_whose_state_is_too_large_is_planned_with_one_program():
 def test_xla_takes_the_description_of_every_gpu_of_the_table():
     code = (
         "from jax.experimental import topologies\n"
-        "from jaxseek.devices import devices\n"
+        "from jaxseek.devices import device_of_kind, devices\n"
         "from jaxseek.plan.compilation import chip_description, prepare\n"
         "from jaxseek.devices import Fleet\n"
         "prepare(Fleet.parse('2xh100'))\n"
@@ -138,7 +138,7 @@ def test_xla_takes_the_description_of_every_gpu_of_the_table():
         "    found = topologies.get_topology_desc(\n"
         "        platform='cuda', target_config=config, topology='1x1x2'\n"
         "    ).devices\n"
-        "    assert [d.device_kind for d in found] == [device.name] * 2, found\n"
+        "    assert [device_of_kind(d.device_kind) for d in found] == [device] * 2, found\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -122,7 +122,7 @@ def compile_by_rule(monkeypatch, temporaries):
     """Let steps compile at once, to what `temporaries(program)` says; the programs in order."""
     compiled = []
 
-    def step(made, *, target):
+    def step(made, *, target, usable_bytes):
         compiled.append(made)
         return CompiledStep(
             state_bytes=state_bytes(made),

@@ -148,8 +148,10 @@ def key_of_kind(device_kind: str) -> str | None:
     """The short name of the GPU that nvidia-smi and JAX call `device_kind`, or `None`.
 
     Nothing but the whole name will do: an RTX 4090 Laptop GPU or an H100 PCIe is another chip.
+    Behind the name of a described GPU stands another in brackets (`jaxseek.plan.compilation`).
     """
-    return next((key for key, known in devices().items() if known.name == device_kind), None)
+    name = device_kind.partition(" [")[0]
+    return next((key for key, known in devices().items() if known.name == name), None)
 
 
 def device_of_kind(device_kind: str) -> Device | None:

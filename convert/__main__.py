@@ -1,15 +1,12 @@
 """`python -m convert`."""
 
 import functools
-import os
 import sys
 from collections.abc import Callable
 
 from convert import interruption
 from convert.cli import Arguments, parse_arguments
 from jaxseek.cli import run_main
-
-_PIPE_CLOSED = 141  # what a shell reports of a program that SIGPIPE has ended
 
 
 def main() -> int:
@@ -18,13 +15,7 @@ def main() -> int:
     interruption.end_at_once()
     command = _import_command(arguments)
     interruption.end_by_exception()
-    try:
-        result = command()
-        sys.stdout.flush()
-    except BrokenPipeError:  # `... | head`: whoever reads has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
-        return _PIPE_CLOSED
-    return 1 if result is False else 0
+    return 1 if command() is False else 0
 
 
 def _import_command(arguments: Arguments) -> Callable[[], bool | None]:

@@ -6,7 +6,7 @@ import re
 
 from jaxseek.errors import UserError
 from jaxseek.paths import configs_dir
-from jaxseek.schema import build, nearest_names
+from jaxseek.schema import Settings, build, check_keys, nearest_names
 from jaxseek.yaml_file import read_yaml
 
 GIB = 2**30
@@ -19,6 +19,8 @@ _PCIE_LANE_GB_S = {3: 0.985, 4: 1.969, 5: 3.938}
 # on.
 CONTEXT_GIB = 0.6
 _NCCL_PCIE_GIB, _NCCL_NVLINK_GIB = 0.4, 2.1
+# A typing mistake of a larger number would keep the plan busy for hours.
+_MOST_GPUS = 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,6 +65,20 @@ class Device:
     nvlink_gb_s: float | None = None
     nvlink_gpus: int = 0
 
+    def __post_init__(self):
+        if self.pcie_generation not in _PCIE_LANE_GB_S:
+            known = ", ".join(map(str, _PCIE_LANE_GB_S))
+            raise UserError(
+                f"pcie_generation {self.pcie_generation} is not known; known are {known}."
+            )
+        for name, value in vars(self).items():
+            if type(value) in (int, float) and value <= 0 and name != "nvlink_gpus":
+                raise UserError(f"{name} must be positive, got {value}.")
+        if self.cuda_memory_mib > self.memory_mib:
+            raise UserError(
+                f"cuda_memory_mib {self.cuda_memory_mib} is more than memory_mib {self.memory_mib}."
+            )
+
     @property
     def memory_gib(self) -> float:
         """Total memory in GiB."""
@@ -88,6 +104,7 @@ class Fleet:
 
         Raises:
             UserError: when `text` has another form or names no known GPU; the known are listed.
+                And for more GPUs than any machine has.
         """
         match = re.fullmatch(r"(?:([1-9]\d*)x)?([a-z][\w-]*)", text.strip().lower())
         if not match:
@@ -95,7 +112,10 @@ class Fleet:
                 f"gpus: {text!r} is not of the form NxGPU, for example 3xrtx4090; known GPUs are "
                 f"{', '.join(devices())}."
             )
-        return cls(count=int(match[1] or 1), key=match[2], device=find_device(match[2]))
+        count = int(match[1] or 1)
+        if count > _MOST_GPUS:
+            raise UserError(f"gpus: {text} are more than the {_MOST_GPUS} that are planned for.")
+        return cls(count=count, key=match[2], device=find_device(match[2]))
 
     @property
     def over_nvlink(self) -> bool:
@@ -126,8 +146,13 @@ def devices() -> dict[str, Device]:
         UserError: when the table is damaged.
     """
     settings = read_yaml(configs_dir() / "devices.yaml")
-    keys = dict.fromkeys(key.partition(".")[0] for key in settings)
-    return {key: build(Device, settings, prefix=f"{key}.") for key in keys}
+    tables: dict[str, Settings] = {}
+    for key, setting in settings.items():
+        name, _, field = key.partition(".")
+        tables.setdefault(name, {})[field] = setting
+    for table in tables.values():
+        check_keys(table, Device)  # a misspelt nvlink_gb_s would be no NVLink, without a word
+    return {name: build(Device, settings, prefix=f"{name}.") for name in tables}
 
 
 def find_device(key: str) -> Device:

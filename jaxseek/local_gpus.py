@@ -66,7 +66,7 @@ def size_memory_pool() -> float | None:
     Returns:
         The share, or `None` where it is left to JAX or to the user.
     """
-    if os.environ.get(_FRACTION) or os.environ.get(_OLD_FRACTION) or not _jax_may_use_gpus():
+    if os.environ.get(_FRACTION) or os.environ.get(_OLD_FRACTION) or not jax_may_use_gpus():
         return None
     try:
         gpus = local_gpus()
@@ -88,7 +88,8 @@ def size_memory_pool() -> float | None:
     return share
 
 
-def _jax_may_use_gpus() -> bool:
+def jax_may_use_gpus() -> bool:
+    """Whether JAX, which has not started yet, is left to take this machine's GPUs."""
     platforms = os.environ.get("JAX_PLATFORMS", "")
     return not platforms or not {"cuda", "gpu"}.isdisjoint(platforms.lower().split(","))
 

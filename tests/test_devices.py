@@ -112,3 +112,28 @@ def test_an_unknown_gpu_is_refused_with_all_that_are_known(text):
 )
 def test_jaxs_name_of_a_device_finds_it(kind, key):
     assert device_of_kind(kind) == (devices()[key] if key else None)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("nvlink_gbs: 900", "h100.nvlink_gbs is no key.*nearest is nvlink_gb_s"),
+        ("pcie_generation: 6", "h100.*pcie_generation 6 is not known; known are 3, 4, 5"),
+        ("memory_gb_s: 0", "h100.*memory_gb_s must be positive, got 0"),
+        ("cuda_memory_mib: 99999", "h100.*cuda_memory_mib 99999 is more than memory_mib 81559"),
+        ("l2_mib: large", "line .*h100.l2_mib: 'large' is not a whole number"),
+    ],
+)
+def test_a_mistake_in_the_table_is_named(line, message, tmp_path, monkeypatch):
+    key, _, value = line.partition(": ")
+    fields = vars(devices()["h100"]) | {"source": "a test", key: value}
+    text = "".join(f"  {name}: {value}\n" for name, value in fields.items())
+    (tmp_path / "devices.yaml").write_text(f"h100:\n{text}")
+    monkeypatch.setattr("jaxseek.devices.configs_dir", lambda: tmp_path)
+    with pytest.raises(UserError, match=message):
+        devices.__wrapped__()
+
+
+def test_more_gpus_than_can_be_planned_for_are_refused_at_once():
+    with pytest.raises(UserError, match="10000000000xrtx4090 are more than the 1024"):
+        Fleet.parse("10000000000xrtx4090")

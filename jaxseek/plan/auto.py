@@ -11,13 +11,13 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxseek.devices import Fleet
 from jaxseek.errors import UserError
-from jaxseek.local_gpus import local_fleet
+from jaxseek.local_gpus import jax_may_use_gpus, local_fleet
 from jaxseek.run_config import RunConfig
 from jaxseek.run_file import dump_config
 
@@ -31,8 +31,8 @@ _STAND_IN = "generic-24gb"
 def choose(run: RunConfig, *, fixed: Mapping[str, Any]) -> RunConfig:
     """`run` as the plan for this machine's GPUs would run it; the plan tells why on stderr.
 
-    Without a GPU the emulated devices that `XLA_FLAGS` asks for, or one, are planned for as if they
-    were small GPUs.
+    Where JAX uses no GPU the emulated devices that `XLA_FLAGS` asks for, or one, are planned for as
+    if they were small GPUs.
 
     Args:
         fixed: settings of `OPEN` that the user has made.
@@ -40,12 +40,14 @@ def choose(run: RunConfig, *, fixed: Mapping[str, Any]) -> RunConfig:
     Raises:
         UserError: when nothing fits, and what the plan refuses.
     """
-    fleet = local_fleet()
+    fleet = _local_fleet()
+    gpus = []
     if fleet is None:
         emulated = _EMULATED.search(os.environ.get("XLA_FLAGS", ""))
         fleet = Fleet.parse(f"{emulated[1] if emulated else 1}x{_STAND_IN}")
-        print(f"--mesh auto: there is no GPU here; planning for {fleet}", file=sys.stderr)
-    best = _plan(run, fleet=fleet, fixed=fixed)
+        gpus = ["--gpus", str(fleet)]  # else the plan looks for itself, at their memory too
+        print(f"--mesh auto: no GPU is used here; planning for {fleet}", file=sys.stderr)
+    best = _plan(run, gpus=gpus, fixed=fixed)
     if not best["fits"]:
         raise UserError(
             f"--mesh auto: nothing fits on {fleet}; see python -m jaxseek.plan for what would."
@@ -53,9 +55,20 @@ def choose(run: RunConfig, *, fixed: Mapping[str, Any]) -> RunConfig:
     return dataclasses.replace(run, **{name: best[name] for name in OPEN})
 
 
-def _plan(run: RunConfig, *, fleet: Fleet, fixed: Mapping[str, Any]) -> dict[str, Any]:
+def _local_fleet() -> Fleet | None:
+    if not jax_may_use_gpus():
+        return None
+    try:
+        return local_fleet()
+    except UserError as error:  # it names --gpus, which the trainer does not have
+        raise UserError(
+            f"--mesh auto cannot plan for this machine's GPUs; give --mesh AxB. The reason: {error}"
+        ) from error
+
+
+def _plan(run: RunConfig, *, gpus: Sequence[str], fixed: Mapping[str, Any]) -> dict[str, Any]:
     """The plan's first choice, as `--json` prints it."""
-    command = [sys.executable, "-m", "jaxseek.plan", "--gpus", str(fleet), "--json"]
+    command = [sys.executable, "-m", "jaxseek.plan", *gpus, "--json"]
     for name in OPEN:
         if name in fixed and name != "mesh":
             command += [f"--{name}", str(fixed[name])]

@@ -69,6 +69,8 @@ class Request:
             )
         if self.tokens_per_step is not None and self.tokens_per_step < 1:
             raise UserError(f"--tokens-per-step must be at least 1, got {self.tokens_per_step}.")
+        if self.accumulation is not None and self.accumulation < 1:
+            raise UserError(f"--accumulation must be at least 1, got {self.accumulation}.")
         if self.ram_gib is not None and self.ram_gib <= 0:
             raise UserError(f"--ram must be above 0, got {self.ram_gib:g}GiB.")
 
@@ -79,23 +81,32 @@ class Request:
 
     def micro_batches(self, choice: Choice) -> list[int]:
         """Sequences that a micro-batch of one data device may have, in rising order; empty where
-        the batch of a step cannot be cut for that mesh.
+        no micro-batch gives the step that is asked for on that mesh.
         """
-        data, length = MeshShape.parse(choice.mesh).data, self.run.seq_len
-        most = max(1, MOST_MICRO_BATCH_TOKENS // length)
+        most = max(1, MOST_MICRO_BATCH_TOKENS // self.run.seq_len)
+        sizes = self._step_sizes(MeshShape.parse(choice.mesh).data, most=most)
+        if self.micro_batch_tokens is None:
+            return [n for n in sizes if n <= most] or sizes[:1]
+        wanted = self.micro_batch_tokens // self.run.seq_len
+        if self.batch is not None:
+            return [wanted] if wanted in sizes else []
+        return [wanted] if self.accumulation is None or wanted >= sizes[0] else []
+
+    def _step_sizes(self, data: int, *, most: int) -> list[int]:
+        """Sequences of a micro-batch that fit the step's size; `most` of them where that is open.
+
+        With an accumulation as well a step has one size only, which may be above `most`.
+        """
         if self.batch is not None:
             sizes = _divisors(self.batch // data) if self.batch % data == 0 else []
-            sizes = [n for n in sizes if n <= most or n == sizes[0]]
-        elif self.tokens_per_step is not None:
-            sizes = list(range(1, min(most, math.ceil(self.tokens_per_step / length / data)) + 1))
-        else:
-            sizes = list(range(1, most + 1))
-        if self.micro_batch_tokens is not None:
-            wanted = self.micro_batch_tokens // length
-            sizes = [wanted] if self.batch is None or wanted in sizes else []
-        if self.accumulation is not None and self.batch is not None:
-            sizes = [n for n in sizes if n * data * self.accumulation == self.batch]
-        return sizes
+            made = self.accumulation
+            return [n for n in sizes if made is None or n * data * made == self.batch]
+        if self.tokens_per_step is None:
+            return list(range(1, most + 1))
+        most_needed = math.ceil(self.tokens_per_step / (self.run.seq_len * data))
+        if self.accumulation is not None:
+            return [math.ceil(most_needed / self.accumulation)]
+        return list(range(1, min(most, most_needed) + 1))
 
     def steps_accumulation(self, choice: Choice, *, micro_batch: int) -> int:
         """Micro-batches of `micro_batch` sequences of a step."""
@@ -137,6 +148,7 @@ def find_choices(request: Request) -> list[Choice]:
             raise UserError(f"--only: {key!r} is not known; known are {', '.join(fields)}.")
     legal = list(_legal(request))
     for key, wanted in only.items():
+        wanted = str(MeshShape.parse(wanted)) if key == "mesh" else wanted
         values = list(dict.fromkeys(str(getattr(choice, key)) for choice in legal))
         legal = [choice for choice in legal if str(getattr(choice, key)) == wanted]
         if not legal:
@@ -176,7 +188,12 @@ def _impossible(key: str, wanted: str, values: list[str], *, request: Request) -
 
 
 def _indivisible(request: Request) -> str:
-    assert request.batch is not None
+    if request.batch is None:
+        return (
+            f"--batch-per-gpu {request.micro_batch_tokens} tokens and --accumulation "
+            f"{request.accumulation} do not make --tokens-per-step {request.tokens_per_step}; "
+            "leave one of them out."
+        )
     cut = ""
     if request.accumulation is not None:
         cut = f" and accumulation {request.accumulation}"

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import math
 import re
 import typing
 from collections.abc import Sequence
@@ -12,11 +13,13 @@ from jaxseek.config import ModelConfig
 from jaxseek.devices import GIB, Fleet, devices
 from jaxseek.errors import UserError
 from jaxseek.local_gpus import local_fleet
+from jaxseek.plan.auto import AUTO
 from jaxseek.plan.choices import Request, find_choices, parse_only
 from jaxseek.run_config import RunConfig
-from jaxseek.run_file import load_config
-from jaxseek.schema import build
+from jaxseek.run_file import with_model
+from jaxseek.schema import Setting, Settings, build, to_values
 from jaxseek.train.model_folder import named_model_or_folder
+from jaxseek.yaml_file import read_yaml
 
 CONFIG_FILE = "config.json"
 DEFAULT_SEQ_LEN = 4096
@@ -62,9 +65,10 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
         # Impossible runs are refused before JAX starts.
         request.run_of(choice, micro_batch=request.micro_batches(choice)[0])
     for key, largest in (("bandwidth", float("inf")), ("efficiency", 1.0)):
-        if values[key] is not None and not 0 < values[key] <= largest:
-            limit = " and at most 1" if largest == 1 else ""
-            raise UserError(f"--{key} must be above 0{limit}, got {values[key]:g}.")
+        given = values[key]
+        if given is not None and not (0 < given <= largest and math.isfinite(given)):
+            limit = " and at most 1" if largest == 1 else " and finite"
+            raise UserError(f"--{key} must be above 0{limit}, got {given:g}.")
     if values["compile"] < 1:
         raise UserError(f"--compile must be at least 1, got {values['compile']}.")
     return Arguments(
@@ -108,11 +112,26 @@ def _run(values: dict[str, Any]) -> tuple[str, RunConfig]:
         raise UserError("give the model with --model, or a run's YAML file with --config.")
     length = {} if values["seq_len"] is None else {"seq_len": values["seq_len"]}
     if values["config"] is not None:
-        run = load_config(Path(values["config"]).expanduser())
+        run = _read_run(Path(values["config"]).expanduser())
         return values["config"], dataclasses.replace(run, **length)
     model = read_model_config(values["model"])
     length = length or {"seq_len": min(DEFAULT_SEQ_LEN, model.max_position_embeddings)}
     return values["model"], RunConfig(model=model, batch=1, **length)
+
+
+def _read_run(path: Path) -> RunConfig:
+    """The run of a file as the trainer takes it: its mesh may be `auto`, its model a folder."""
+    settings = read_yaml(path)
+    if "mesh" in settings and settings["mesh"].value == AUTO:
+        del settings["mesh"]
+    return build(RunConfig, with_model(settings, named=_named_model))
+
+
+def _named_model(name: str) -> Settings:
+    return {
+        f"model.{key}": Setting(value=value, origin=f"{name}: {key}")
+        for key, value in to_values(read_model_config(name)).items()
+    }
 
 
 def _fleet(text: str | None) -> Fleet:

@@ -20,8 +20,9 @@ KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
-# What takes long enough to hide a transfer behind: a product or a loop, in a fusion too.
-_HEAVY = {"call", "conditional", "convolution", "custom-call", "dot", "while"}
+# What takes long enough to hide a transfer behind: a product or a loop, in a wrapper too.
+_HEAVY = {"convolution", "custom-call", "dot", "while"}
+_WRAPPERS = {"call", "conditional", "fusion"}
 _ORIGIN = re.compile(r'op_name="([^"]*)"')
 
 
@@ -87,7 +88,10 @@ def find_collectives(module: Module, *, mesh: Mapping[str, int]) -> list[Collect
             if count is None:
                 raise ValueError(f"{instruction.name} runs in a loop of unknown trip count")
             shapes = {other.name: other.shapes for other in instructions[:position]}
-            sent = [shape for operand in instruction.operands for shape in shapes[operand]]
+            operands = instruction.operands
+            if kind == "ragged-all-to-all":  # behind the values stand its result's place and sizes
+                operands = operands[:1]
+            sent = [shape for operand in operands for shape in shapes[operand]]
             origin = _ORIGIN.search(instruction.attributes)
             found.append(
                 Collective(
@@ -122,7 +126,7 @@ def _overlaps(start: Instruction, following: Iterable[Instruction], *, module: M
 
 
 def _is_heavy(instruction: Instruction, *, module: Module) -> bool:
-    if instruction.opcode == "fusion":
+    if instruction.opcode in _WRAPPERS:
         inside = (other for name in instruction.callees for other in module.computations[name])
         return any(_is_heavy(other, module=module) for other in inside)
     return instruction.opcode in _HEAVY

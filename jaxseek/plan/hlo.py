@@ -16,6 +16,7 @@ _CALLEES = re.compile(
 _CALLEE_LISTS = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _SHAPE = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
+_AWAITED = ("async-update", "async-done")
 _BITS = {"pred": 8, "token": 0}
 
 
@@ -86,6 +87,8 @@ class Module:
             yield name, count
             for instruction in self.computations[name]:
                 times = instruction.trip_count if instruction.opcode == "while" else 1
+                if instruction.opcode in _AWAITED:
+                    continue  # its start has run them; some compilers name them here again
                 total = None if times is None or count is None else count * times
                 pending += [(callee, total) for callee in instruction.callees]
 

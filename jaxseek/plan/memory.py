@@ -10,7 +10,7 @@ import math
 from jaxseek.layout import LeafLayout, flatten_paths
 from jaxseek.mesh import TENSOR_AXIS
 from jaxseek.model import DENSE_STACK, MOE_STACK
-from jaxseek.plan.theory import local_size
+from jaxseek.plan.theory import local_heads, local_size
 from jaxseek.train.state import Program
 
 # Layers whose weights are whole at the same time, with their gradients: the next one's are
@@ -63,7 +63,7 @@ def _saved_bytes(program: Program) -> float:
     run, config = program.run, program.run.model
     item, ranks = program.compute_dtype.itemsize, program.mesh.shape[TENSOR_AXIS]
     tokens = run.sequences_per_micro_batch * run.seq_len
-    heads = -(-config.num_attention_heads // ranks)
+    heads = local_heads(config, tensor=ranks)
     widths = config.hidden_size
     if run.remat != "full":
         widths += config.hidden_size + heads * config.value_head_dim + heads * 4 / item
@@ -80,7 +80,7 @@ def _working_bytes(program: Program) -> float:
     run, config = program.run, program.run.model
     item, ranks = program.compute_dtype.itemsize, program.mesh.shape[TENSOR_AXIS]
     tokens = run.sequences_per_micro_batch * run.seq_len
-    heads = -(-config.num_attention_heads // ranks)
+    heads = local_heads(config, tensor=ranks)
     widest = max(config.hidden_size, heads * config.attention_head_dim, _ffn_width(program))
     return _WIDE_ARRAYS * tokens * item * widest
 

@@ -4,6 +4,7 @@ All choices are modelled; then the best are compiled, one after the other, each 
 micro-batch that fits, until enough of them have been and the best of all is one of them.
 """
 
+import bisect
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -28,11 +29,14 @@ class Plan:
 
     Attributes:
         collectives: of the choices that were compiled.
+        largest: choices whose next larger micro-batch does not fit: it was compiled, or the formula
+            says so that the compiled one has corrected.
     """
 
     request: Request
     choices: tuple[ChoicePlan, ...]
     collectives: Mapping[Choice, tuple[Collective, ...]]
+    largest: frozenset[Choice]
     rates: Rates
     target: Target
 
@@ -78,6 +82,7 @@ def make_plan(
         request=request,
         choices=tuple(sorted((option.plan for option in options), key=_rank)),
         collectives={option.choice: option.collectives for option in options if option.settled},
+        largest=frozenset(option.choice for option in options if option.at_largest),
         rates=rates,
         target=target,
     )
@@ -90,6 +95,7 @@ class _Option:
         plan: its figures with that micro-batch.
         collectives: of the compiled program.
         settled: whether the figures are the compiled program's.
+        at_largest: whether a larger micro-batch is known not to fit.
     """
 
     def __init__(self, request: Request, choice: Choice, *, rates: Rates, target: Target):
@@ -101,35 +107,42 @@ class _Option:
         self._base = planning_program(run, fleet=request.fleet, target=target)
         self._correction = 1.0
         self.collectives: tuple[Collective, ...] = ()
-        self.settled = False
+        self.settled = self.at_largest = False
         self.plan = self._figures(self._largest(self._sizes))
 
     def settle(self, report: Callable[[str], None]) -> None:
-        """Compile; where the micro-batch turns out too large or too small, another one."""
-        fitting: ChoicePlan | None = None
+        """Compile; where the micro-batch turns out too large or too small, another one.
+
+        Where the formula is so wrong that none of them fits, the last is the smallest of all.
+        """
         sizes = self._sizes
         size = self._largest(sizes)
-        for _ in range(_TRIES):
-            program = self._program(size)
-            step = compile_step(program, target=self._target, usable_bytes=self._usable)
-            collectives = tuple(step_collectives(program, step, target=self._target))
-            plan = self._figures(size, step=step, collectives=collectives)
-            report(
-                f"{self.choice}, {plan.micro_batch_tokens} tokens per GPU: "
-                f"{plan.total_gib:.1f} GiB, compiled in {step.seconds:.1f} s"
-            )
-            self._correction = step.temporaries_bytes / max(1, temporaries_bytes(program))
-            if plan.fits:
-                fitting = plan
-                sizes = [n for n in sizes if n > size]
-            else:
-                sizes = [n for n in sizes if n < size]
-            if fitting is None or plan is fitting:
-                self.plan, self.collectives = plan, collectives
-            if not sizes or (plan.fits and self._needed(sizes[0]) > self._usable):
+        for tries in reversed(range(_TRIES)):
+            plan, collectives = self._compiled(size, report)
+            has_room = plan.headroom_gib >= 0
+            if has_room or not self.settled or self.plan.headroom_gib < 0:
+                self.plan, self.collectives, self.settled = plan, collectives, True
+            sizes = [n for n in sizes if (n > size if has_room else n < size)]
+            if not sizes or (has_room and self._needed(sizes[0]) > self._usable):
+                self.at_largest = self.plan.headroom_gib >= 0
                 break
-            size = self._largest(sizes)
-        self.settled = True
+            hopeless = tries == 1 and self.plan.headroom_gib < 0
+            size = sizes[0] if hopeless else self._largest(sizes)
+
+    def _compiled(
+        self, size: int, report: Callable[[str], None]
+    ) -> tuple[ChoicePlan, tuple[Collective, ...]]:
+        """The figures of a micro-batch from its program, by which the formula is corrected."""
+        program = self._program(size)
+        step = compile_step(program, target=self._target, usable_bytes=self._usable)
+        collectives = tuple(step_collectives(program, step, target=self._target))
+        plan = self._figures(size, step=step, collectives=collectives)
+        report(
+            f"{self.choice}, {plan.micro_batch_tokens} tokens per GPU: "
+            f"{plan.total_gib:.1f} GiB, compiled in {step.seconds:.1f} s"
+        )
+        self._correction = step.temporaries_bytes / max(1, temporaries_bytes(program))
+        return plan, collectives
 
     def is_like(self, other: "_Option") -> bool:
         """Whether the formula is likely to err on both by the same factor."""
@@ -166,7 +179,8 @@ class _Option:
 
     def _largest(self, sizes: list[int]) -> int:
         """The largest of `sizes` (rising) that is thought to fit, or the first."""
-        return max((n for n in sizes if self._needed(n) <= self._usable), default=sizes[0])
+        fitting = bisect.bisect_right(sizes, self._usable, key=self._needed)
+        return sizes[max(0, fitting - 1)]
 
 
 def _rank(plan: ChoicePlan) -> tuple[float, ...]:

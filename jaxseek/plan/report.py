@@ -19,7 +19,7 @@ _COLUMNS = (
 def print_plan(plan: Plan, *, console: Console) -> None:
     """The table, what it rests on, and one sentence of advice."""
     fleet = plan.request.fleet
-    console.print(f"{plan.request.name} on {fleet.count} x {fleet.device.name}")
+    console.print(f"{plan.request.name} on {fleet.count} x {fleet.device.name}", markup=False)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in _COLUMNS:
         justify = "left" if column in _LEFT else "right"
@@ -29,7 +29,7 @@ def print_plan(plan: Plan, *, console: Console) -> None:
     console.print(table)
     for line in assumptions(plan):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    console.print(advice(plan), highlight=False, soft_wrap=True)
+    console.print(advice(plan), highlight=False, markup=False, soft_wrap=True)
 
 
 def assumptions(plan: Plan) -> list[str]:
@@ -75,7 +75,7 @@ def advice(plan: Plan) -> str:
     if smallest.state_gib > usable:
         return (
             f"Nothing fits: the state alone takes {smallest.state_gib:.1f} GiB a GPU at the least, "
-            f"and {usable:.1f} are usable; it takes more GPUs or a smaller model."
+            f"and {usable:.1f} are usable; {_smaller_state(plan)}."
         )
     if best.headroom_gib >= 0:
         return (
@@ -89,12 +89,21 @@ def advice(plan: Plan) -> str:
     )
 
 
+def _smaller_state(plan: Plan) -> str:
+    """What to change where the state of no choice that was asked for fits."""
+    pinned = [name for name in ("mesh", "zero") if name in plan.request.only]
+    elsewhere = "more GPUs or a smaller model"
+    if not pinned or plan.request.fleet.count == 1:
+        return f"it takes {elsewhere}"
+    return f"leave {' and '.join(pinned)} open first; else it takes {elsewhere}"
+
+
 def _largest(plan: Plan) -> str:
-    """Whether larger micro-batches than the best choice's have been found not to fit."""
+    """Whether larger micro-batches than the best choice's are known not to fit."""
     best, request = plan.choices[0], plan.request
     sizes = request.micro_batches(best.choice)
     at_limit = best.micro_batch_tokens == sizes[-1] * request.run.seq_len
-    return "" if at_limit or best.choice not in plan.collectives else ", the largest that fit"
+    return "" if at_limit or best.choice not in plan.largest else ", the largest that fit"
 
 
 def _row(choice: ChoicePlan, plan: Plan) -> list[str]:

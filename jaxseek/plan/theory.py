@@ -19,7 +19,8 @@ import math
 
 import jax
 
-from jaxseek.layout import LeafLayout, flatten_paths
+from jaxseek.config import ModelConfig
+from jaxseek.layout import LeafLayout, flatten_paths, tensor_dims
 from jaxseek.mesh import DATA_AXIS, TENSOR_AXIS
 from jaxseek.model import DENSE_STACK, MOE_STACK
 from jaxseek.train.state import Program
@@ -66,6 +67,19 @@ def local_size(leaf: LeafLayout, *, tensor: int) -> int:
     if leaf.tensor_dim is not None:
         shape[leaf.tensor_dim] = math.ceil(shape[leaf.tensor_dim] / tensor)
     return math.prod(shape)
+
+
+def local_heads(config: ModelConfig, *, tensor: int) -> int:
+    """Query heads that the most loaded tensor rank computes with: three ranks share two kv heads of
+    six query heads each as 6, 6 and 0.
+    """
+    if config.is_mla:
+        return math.ceil(config.num_attention_heads / tensor)
+    kv_heads = config.num_key_value_heads
+    group = config.num_attention_heads // kv_heads
+    if "kv_heads" in tensor_dims(config, tensor):
+        return math.ceil(kv_heads / tensor) * group
+    return kv_heads * math.ceil(group / tensor)
 
 
 def _reduced_axes(leaf: LeafLayout, *, zero: int) -> tuple[str, ...]:

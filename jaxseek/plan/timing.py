@@ -15,7 +15,7 @@ from jaxseek.layout import flatten_paths
 from jaxseek.mesh import TENSOR_AXIS
 from jaxseek.model import DENSE_STACK, MOE_STACK
 from jaxseek.plan.measurement import Measurement
-from jaxseek.plan.theory import local_size
+from jaxseek.plan.theory import local_heads, local_size
 from jaxseek.train.state import Program
 
 Bound = Literal["compute", "memory", "PCIe", "NVLink", "nothing"]
@@ -185,7 +185,7 @@ def device_flops(program: Program) -> float:
         forwards = 1 + _recomputed(path, program)
         per_token += 2 * (forwards + 2) * share * local_size(layouts[path], tensor=ranks)
     passes = _ATTENTION_BACKWARD + _ATTENTION_FORWARD * (2 if run.remat == "full" else 1)
-    heads = config.num_hidden_layers * -(-config.num_attention_heads // ranks)
+    heads = config.num_hidden_layers * local_heads(config, tensor=ranks)
     widths = (config.attention_head_dim + config.value_head_dim) / 2
     # Each product costs 2 * T * width; the causal half of it is computed.
     per_token += passes * run.seq_len * heads * widths

@@ -83,11 +83,8 @@ def parse_arguments(argv: Sequence[str]) -> Invocation:
     else:
         base = read_yaml(Path(files["config"])) if "config" in files else {}
     settings = _layered(base, flags, fresh=resumed is None)
-    auto = None
-    if "mesh" in settings and settings["mesh"].value == AUTO:
-        # A resumed run's file holds every setting, chosen or not; only flags are wishes there.
-        made = flags if resumed else settings
-        auto = {key: made[key].value for key in OPEN if key in made and key != "mesh"}
+    auto = "mesh" in settings and settings["mesh"].value == AUTO
+    if auto:
         settings = {key: setting for key, setting in settings.items() if key != "mesh"}
     run = build(RunConfig, settings)
     _check_vocabulary(run)
@@ -96,7 +93,8 @@ def parse_arguments(argv: Sequence[str]) -> Invocation:
         out=Path(files["out"]) if "out" in files else None,
         resume=Path(files["resume"]) if "resume" in files else None,
         resumed=resumed,
-        auto=auto,
+        # A resumed run's file holds every setting, chosen or not; only flags are wishes there.
+        auto=_made(flags if resumed else settings, run) if auto else None,
     )
 
 
@@ -110,6 +108,12 @@ def _layered(base: Settings, flags: Settings, *, fresh: bool) -> Settings:
         base = with_model(base, named=named_model_or_folder)
     settings = overlay(base, expand_model(flags, named=named_model_or_folder))
     return with_first_weights(settings) if fresh else settings
+
+
+def _made(settings: Settings, run: RunConfig) -> dict[str, Any]:
+    """What of `OPEN` is set in `settings`; null, a default that depends on the mesh, is not."""
+    made = {key: getattr(run, key) for key in OPEN if key in settings and key != "mesh"}
+    return {key: value for key, value in made.items() if value is not None}
 
 
 def _check_vocabulary(run: RunConfig) -> None:

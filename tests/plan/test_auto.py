@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from jaxseek.devices import Fleet
 from jaxseek.errors import UserError
 from jaxseek.plan import auto
 from jaxseek.plan.auto import choose
@@ -46,6 +47,7 @@ def plan_of(monkeypatch):
         return asked
 
     monkeypatch.setattr(auto, "local_fleet", lambda: None)
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=3")
     return answer
 
@@ -85,8 +87,41 @@ def test_flags_and_files_leave_open_what_they_do_not_name(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("mesh: auto\nremat: full\nbatch: 24\n")
     invocation = parse_arguments(["--config", str(file), "--zero", "1"])
-    assert invocation.auto == {"zero": "1", "remat": "full"}
+    assert invocation.auto == {"zero": 1, "remat": "full"}
     assert parse_arguments(["--mesh", "3x1"]).auto is None
+
+
+def test_null_leaves_a_setting_to_the_plan(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("mesh: auto\nzero: null\naccumulation: 3\n")
+    assert parse_arguments(["--config", str(file)]).auto == {"accumulation": 3}
+
+
+def test_the_plan_looks_for_gpus_itself_where_there_are_any(plan_of, monkeypatch):
+    # A name would stand for the table's memory, not for what this machine's cards have.
+    monkeypatch.setattr(auto, "local_fleet", lambda: Fleet.parse("3xrtx4090"))
+    [(command, _)] = asked_with(plan_of)
+    assert "--gpus" not in command
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    [(command, _)] = asked_with(plan_of)
+    assert command[command.index("--gpus") + 1] == "3xgeneric-24gb"
+
+
+def asked_with(plan_of):
+    """What a run is planned with, all left open."""
+    asked = plan_of(CHOICE)
+    del asked[:]
+    choose(RunConfig(model=load_preset("small-v3")), fixed={})
+    return asked
+
+
+def test_gpus_that_cannot_be_planned_for_leave_the_mesh_to_the_user(plan_of, monkeypatch):
+    def refuse():
+        raise UserError("nvidia-smi shows 'Voodoo 2'; give the nearest with --gpus.")
+
+    monkeypatch.setattr(auto, "local_fleet", refuse)
+    with pytest.raises(UserError, match=r"GPUs; give --mesh AxB\. The reason: nvidia-smi"):
+        choose(RunConfig(model=load_preset("small-v3")), fixed={})
 
 
 def test_auto_trains_on_emulated_devices_and_says_why(tmp_path):

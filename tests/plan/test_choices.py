@@ -97,3 +97,32 @@ def test_a_batch_that_three_does_not_divide_leaves_the_layers_to_be_split():
         find_choices(request(DENSE, batch=16, only={"mesh": "3x1"}))
     with pytest.raises(UserError, match="any mesh of 3xrtx4090 and accumulation 7"):
         find_choices(request(DENSE, batch=16, accumulation=7))
+
+
+def test_an_accumulation_and_the_tokens_of_a_step_leave_one_micro_batch():
+    # 1000 tokens are 2.6 sequences on each of three devices: two micro-batches of two make them.
+    asked = request(DENSE, tokens_per_step=1000, accumulation=2)
+    assert asked.micro_batches(CHOICE) == [2]
+    assert asked.run_of(CHOICE, micro_batch=2).tokens_per_step == 2 * 2 * 3 * 128
+    # So it is above what is searched otherwise: 10^6 tokens on three devices at once.
+    assert request(DENSE, tokens_per_step=10**6, accumulation=1).micro_batches(CHOICE) == [2605]
+    enough = request(DENSE, tokens_per_step=1000, accumulation=2, micro_batch_tokens=384)
+    assert enough.micro_batches(CHOICE) == [3]
+    with pytest.raises(UserError, match="128 tokens and --accumulation 2 do not make --tokens-per"):
+        find_choices(request(DENSE, tokens_per_step=1000, accumulation=2, micro_batch_tokens=128))
+    with pytest.raises(UserError, match="--accumulation must be at least 1, got 0"):
+        request(DENSE, tokens_per_step=1000, accumulation=0)
+
+
+def test_a_batch_may_be_cut_into_larger_micro_batches_than_are_searched():
+    # 65536 tokens, 512 sequences, are the most that a search looks at.
+    assert request(DENSE, batch=1800, accumulation=1).micro_batches(CHOICE) == [600]
+    pinned = request(DENSE, batch=1800, micro_batch_tokens=600 * 128)
+    assert pinned.micro_batches(CHOICE) == [600]
+    assert max(request(DENSE, batch=1800).micro_batches(CHOICE)) == 300
+
+
+def test_blanks_around_a_mesh_are_no_other_mesh():
+    assert {choice.mesh for choice in find_choices(request(DENSE, only={"mesh": " 1x3"}))} == {
+        "1x3"
+    }

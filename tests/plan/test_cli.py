@@ -71,7 +71,8 @@ def test_a_runs_file_fixes_all_but_the_choice(tmp_path):
     assert (more.batch, more.tokens_per_step) == (None, 99999)
 
 
-def test_a_config_json_without_weights_is_enough(tmp_path):
+def hf_folder(path):
+    """A model's folder before the download of its weights."""
     config = {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -87,7 +88,19 @@ def test_a_config_json_without_weights_is_enough(tmp_path):
         "hidden_act": "silu",
         "tie_word_embeddings": False,
     }
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def test_a_runs_file_may_leave_its_mesh_to_the_plan_and_name_a_folder(tmp_path):
+    hf_folder(tmp_path)
+    file = tmp_path / "run.yaml"
+    file.write_text(f"model: {tmp_path}\nmesh: auto\nseq_len: 512\nbatch: 48\n")
+    request = parse_arguments(["--config", str(file), "--gpus", "3xrtx4090"]).request
+    assert (request.model.hidden_size, request.batch) == (64, 48)
+
+
+def test_a_config_json_without_weights_is_enough(tmp_path):
+    hf_folder(tmp_path)
     asked = parse_arguments(["--model", str(tmp_path), "--gpus", "2xrtx3090"])
     assert (asked.request.model.hidden_size, asked.request.model.num_key_value_heads) == (64, 4)
 
@@ -107,7 +120,8 @@ def test_a_config_json_without_weights_is_enough(tmp_path):
         (["--model", "coder-6.7", "--gpus", "rtx4090"], "neither a preset nor a YAML file"),
         ([*GPUS, "--zero", "4"], "invalid choice: '4'"),
         ([*GPUS, "--efficiency", "1.5"], "--efficiency must be above 0 and at most 1, got 1.5"),
-        ([*GPUS, "--bandwidth", "0"], "--bandwidth must be above 0, got 0"),
+        ([*GPUS, "--bandwidth", "0"], "--bandwidth must be above 0 and finite, got 0"),
+        ([*GPUS, "--bandwidth", "inf"], "--bandwidth must be above 0 and finite, got inf"),
         ([*GPUS, "--tokens-per-step", "0"], "--tokens-per-step must be at least 1"),
         ([*GPUS, "--seq-len", "0"], "seq_len must be at least 1"),
         ([*GPUS, "--seq-len", "100000"], "longer than the model's max_position_embeddings"),

@@ -89,6 +89,15 @@ def test_a_permutation_sends_its_operand_along_the_axis_it_moves_on():
     assert (found.axis, found.wire_bytes) == ("tensor", 240)
 
 
+def test_a_ragged_exchange_sends_its_values_and_not_its_sizes():
+    groups = "replica_groups={{0,1,2},{3,4,5}}"
+    [found] = entry(
+        "%n = s32[3]{0} parameter(1)",
+        f"%y = f32[60]{{0}} ragged-all-to-all(%x, %x, %n, %n, %n, %n), {groups}",
+    )
+    assert (found.axis, found.dtypes, found.wire_bytes) == ("tensor", ("f32",), 240 * 2 / 3)
+
+
 def test_a_collective_of_one_device_sends_nothing():
     assert not entry("%y = f32[60]{0} all-reduce(%x), replica_groups={{0},{1}}, to_apply=%sum")
 
@@ -119,6 +128,7 @@ def test_a_collective_overlaps_with_a_product_and_not_with_small_change():
     assert not pair("%p = f32[60]{0} add(%x, %x)")
     assert not pair()
     assert not pair("%p = f32[60]{0} custom-call(%x)", sync="true")
+    assert not pair("%p = f32[60]{0} call(%x), to_apply=%sum")
 
 
 def test_a_compiled_scan_is_billed_once_per_layer_forward_and_backward():

@@ -81,6 +81,17 @@ def test_a_loop_whose_trip_count_is_unknown_makes_the_counts_inside_unknown():
     assert dict(module.runs()) == {"main": 1, "b": None, "c": None}
 
 
+def test_what_an_asynchronous_call_runs_is_run_once():
+    module = parse_hlo(
+        "%wrapped (p: f32[6]) -> f32[2] {\n  %y = f32[2] reduce-scatter(%p)\n}\n"
+        "ENTRY %main (p: f32[6]) -> f32[2] {\n"
+        "  %s = ((f32[6]), f32[2], u32[]) async-start(%p), calls=%wrapped\n"
+        "  %u = ((f32[6]), f32[2], u32[]) async-update(%s), calls=%wrapped\n"
+        "  ROOT %d = f32[2] async-done(%u), calls=%wrapped\n}"
+    )
+    assert list(module.runs()) == [("main", 1), ("wrapped", 1)]
+
+
 def test_text_that_is_no_program_is_refused():
     with pytest.raises(ValueError, match="no ENTRY computation"):
         parse_hlo("HloModule nothing\n")

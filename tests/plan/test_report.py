@@ -39,11 +39,12 @@ CHOICE = ChoicePlan(
 )
 
 
-def plan(*choices, target="cuda"):
+def plan(*choices, target="cuda", **asked):
     return Plan(
-        request=request(DENSE, gpus=str(FLEET)),
+        request=request(DENSE, gpus=str(FLEET), **asked),
         choices=choices,
         collectives={choice.choice: () for choice in choices},
+        largest=frozenset(choice.choice for choice in choices),
         rates=machine_rates(FLEET, compute_fraction=0.5, wire_gb_s=None),
         target=target,
     )
@@ -104,3 +105,16 @@ def test_an_estimate_says_that_it_is_one_and_what_to_install():
 )
 def test_the_advice_names_the_first_choice_or_what_is_too_large(change, sentence):
     assert advice(plan(dataclasses.replace(CHOICE, **change))).startswith(sentence)
+
+
+def test_what_the_user_has_fixed_is_to_be_changed_before_the_machine():
+    large = dataclasses.replace(CHOICE, fits=False, state_gib=30.0, total_gib=35.0)
+    assert advice(plan(large)).endswith("; it takes more GPUs or a smaller model.")
+    pinned = plan(large, only={"zero": "0", "remat": "full"})
+    assert "; leave zero open first; else it takes more GPUs" in advice(pinned)
+
+
+def test_a_name_in_brackets_is_printed_as_it_is():
+    made = plan(CHOICE)
+    named = dataclasses.replace(made.request, name="[red]/models/[/x]")
+    assert printed(dataclasses.replace(made, request=named)).startswith("[red]/models/[/x] on 3 x")

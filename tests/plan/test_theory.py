@@ -1,11 +1,13 @@
 """The least bytes by hand, and state bytes against XLA's account."""
 
+import dataclasses
+
 import pytest
 
-from jaxseek import model
-from jaxseek.mesh import DATA_AXIS
+from jaxseek import layout, model
+from jaxseek.mesh import DATA_AXIS, MeshShape
 from jaxseek.plan.choices import Choice
-from jaxseek.plan.theory import minimum_wire_bytes, state_bytes
+from jaxseek.plan.theory import local_heads, minimum_wire_bytes, state_bytes
 from tests.plan.models import DENSE, MLA_MOE, request
 from tests.plan.models import program as program_of
 
@@ -60,3 +62,38 @@ def test_the_state_is_three_float32_values_per_parameter_split_over_all_devices(
     split = state_bytes(program(config, mesh="2x3", zero=3))
     assert split == pytest.approx(whole / 6, rel=0.01)
     assert state_bytes(program(config, mesh="3x1", zero=0)) == pytest.approx(whole, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "ranks", "most"),
+    [
+        (12, 2, 3, 6),  # Qwen-1.5B: two kv heads on three ranks leave one with nothing
+        (28, 4, 3, 14),  # Qwen-7B
+        (32, 8, 3, 12),  # Llama-8B
+        (12, 1, 3, 4),  # the query heads of the only kv head are shared out
+        (14, 2, 8, 2),
+        (6, 6, 3, 2),
+    ],
+)
+def test_the_most_loaded_rank_has_as_many_query_heads_as_the_stored_weights(
+    heads, kv_heads, ranks, most
+):
+    grouped = dataclasses.replace(
+        DENSE, hidden_size=32 * heads, num_attention_heads=heads, num_key_value_heads=kv_heads
+    )
+    stored = planned_shape(grouped, ranks)
+    assert local_heads(grouped, tensor=ranks) == stored[2] * stored[3] // ranks == most
+
+
+def planned_shape(config, ranks):
+    """Stored shape [L, D, K, G, H] of the query projection on so many tensor ranks."""
+    made = layout.plan_layout(
+        model.split(config)[1], config=config, shape=MeshShape(data=1, tensor=ranks), zero=0
+    )
+    return made["dense_layers"]["self_attn"]["q_proj"]["kernel"].stored
+
+
+def test_latent_attention_shares_out_its_heads():
+    # The config's number of kv heads says nothing there.
+    latent = dataclasses.replace(MLA_MOE, num_attention_heads=8, num_key_value_heads=2)
+    assert local_heads(latent, tensor=3) == 3

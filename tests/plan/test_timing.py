@@ -1,5 +1,7 @@
 """The model of a step's time, by hand."""
 
+import dataclasses
+
 import pytest
 
 from jaxseek import model
@@ -66,3 +68,20 @@ def test_full_recomputation_adds_a_forward_pass_of_the_layers():
 
 def test_three_tensor_ranks_share_a_step_of_one_batch():
     assert flops(DENSE, mesh="1x3") == pytest.approx(flops(DENSE) / 3)
+
+
+def test_ranks_that_share_few_kv_heads_unevenly_wait_for_the_one_with_most():
+    # Two kv heads on three ranks: one has half of the attention, not a third.
+    grouped = dataclasses.replace(DENSE, num_key_value_heads=2)
+    longer = dataclasses.replace(grouped, max_position_embeddings=1024)
+
+    def attention(mesh):
+        """FLOPs of a token that grow with the length of its sequence."""
+        choice = Choice(mesh=mesh, zero=0, remat="none")
+        short, long = (
+            device_flops(program(choice, request(config, seq_len=length))) / length
+            for config, length in ((grouped, 128), (longer, 1024))
+        )
+        return long - short
+
+    assert attention("1x3") == pytest.approx(attention("3x1") / 2)

@@ -70,6 +70,21 @@ def test_each_extra_is_installed_once(checkout):
     assert checkout.installed() == ["", "[cuda12]"]
 
 
+def test_the_cuda_lane_has_its_environment_in_the_checkout_wherever_it_is_called_from(checkout):
+    shutil.copy(VENV_SH.parents[1] / "test-cuda", checkout.root / "scripts")
+    shutil.move(checkout.root / ".venv", checkout.root / ".venv-cuda")
+    environment = {name: value for name, value in os.environ.items() if name != "VENV"}
+    subprocess.run(
+        [checkout.root / "scripts" / "test-cuda", "--version"],
+        cwd=checkout.root / "scripts",
+        env={**environment, "LOG": str(checkout.log)},
+        check=True,
+        capture_output=True,
+    )
+    assert checkout.installed() == ["[cuda12-test]"]
+    assert not (checkout.root / "scripts" / ".venv-cuda").exists()
+
+
 def test_a_changed_pyproject_is_installed_again(checkout):
     checkout.install_once("test")
     checkout.project.write_text("[project]\ndependencies = ['jax']\n")

@@ -101,7 +101,9 @@ def print_bill(plan: Plan, *, console: Console) -> None:
 
 
 def _phrase(place: str, *, kind: str) -> str:
-    """One place of the source's trace in words."""
+    """One place of the source's trace in words; XLA leaves sums that it joins without one."""
+    if "/" not in place:
+        return "several, joined by the compiler"
     recomputed, backward = "rematted_computation" in place, "transpose(" in place
     names = [_SCOPE.sub(r"\1", part) for part in place.split("/")]
     names = [name for name in names if name and not _MACHINERY.fullmatch(name)]

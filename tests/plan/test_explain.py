@@ -66,6 +66,8 @@ AGAIN = f"transpose(jvp())/{BODY}checkpoint/rematted_computation/"
             "activations of cross_entropy, forward",
         ),
         (f"{STEP}psum_invariant", "all-reduce", "sums of scalars"),
+        # No op_name: all gradients of ZeRO 0 may be in it.
+        ("all-reduce-start.8", "all-reduce", "several, joined by the compiler"),
     ],
 )
 def test_a_place_in_the_trace_becomes_a_purpose(origin, kind, words):

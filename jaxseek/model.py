@@ -66,11 +66,10 @@ class Execution:
 
     def checkpoint(self, body: Callable) -> Callable:
         """`body` (a scanned layer) under the remat policy."""
-        if self.remat == "none" and self.gather is None:
-            return body
         policies = jax.checkpoint_policies
         if self.remat == "none":
-            # Gathered weights are not kept: all layers' would be the whole model.
+            # What is cheap is computed anew all the same: the float32 copies of norms and
+            # activations, and gathered weights, which for all layers would be the whole model.
             policy = policies.save_from_both_policies(
                 policies.dots_saveable, policies.save_only_these_names(*_SELECTED)
             )

@@ -177,8 +177,8 @@ class RunConfig:
         batch_tokens: the batch in tokens, instead of `batch`; a multiple of `seq_len`.
         accumulation: micro-batches per optimizer step.
         seq_len: tokens per sequence.
-        remat: what the backward pass recomputes of a layer: `none`, `full` (all), `selective` (all
-            but the costly products).
+        remat: what the backward pass recomputes of a layer: `none` (no products), `selective` (all
+            but attention and what follows it), `full` (all).
         seed: of the initial parameters and of the order of the data.
         init_from: the folder that the first weights are read from: a Hugging Face folder, a
             converted model or another run; `--model DIR` sets it. Left out, they are random.

@@ -38,7 +38,12 @@ def plan_dispatch(expert_ids: Array, *, first: Array | int, count: int) -> Dispa
     local = expert_ids.reshape(-1) - first
     local = jnp.where((local >= 0) & (local < count), local, count)
     order = jnp.argsort(local, stable=True).astype(jnp.int32)
-    inverse = jnp.argsort(order).astype(jnp.int32).reshape(expert_ids.shape)
+    # A second sort would give the same; it takes longer, and XLA compiles a sort to many kernels.
+    pairs = jnp.arange(order.size, dtype=jnp.int32)
+    inverse = (
+        jnp.zeros_like(order).at[order].set(pairs, unique_indices=True, mode="promise_in_bounds")
+    )
+    inverse = inverse.reshape(expert_ids.shape)
     group_sizes = (local[:, None] == jnp.arange(count)).sum(axis=0, dtype=jnp.int32)
     return DispatchPlan(order, inverse, group_sizes)
 

@@ -141,6 +141,10 @@ def _same_axes(*values: Array) -> list[Array]:
     return [vary_like(value, values) for value in values]
 
 
+# The backward passes are written out: JAX differentiates neither a Pallas kernel that loops nor a
+# loop of as many steps as the routing asks for.
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _matmul(products: "GroupedProducts", lhs: Array, rhs: Array, group_sizes: Array) -> Array:
     return products.matmul(lhs, rhs, group_sizes)

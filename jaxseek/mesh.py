@@ -72,6 +72,12 @@ def emulate_devices(count: int) -> None:
         )
 
 
+def emulated_devices() -> int:
+    """How many devices `XLA_FLAGS` asks JAX's CPU platform to show; one where it does not."""
+    found = re.search(rf"{_EMULATION_FLAG}=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    return int(found[1]) if found else 1
+
+
 def make_mesh(shape: MeshShape) -> "jax.sharding.Mesh":
     """A mesh of the first `shape.devices` devices with the axes `data` and `tensor`.
 

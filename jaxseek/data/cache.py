@@ -27,11 +27,12 @@ def documents_digest(documents: Iterable[Document]) -> str:
 
 
 @contextlib.contextmanager
-def atomic_write(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path, *, what: str = "the data cache") -> Iterator[Path]:
     """Yields a temporary path; it becomes `path` when the block ends well, else it is removed.
 
     A reader sees the old file, the new file or no file, never half of one; of two processes that
-    write at once the last one wins. Raises `UserError` where the folder cannot be written.
+    write at once the last one wins. Raises `UserError`, which names `what`, where the folder cannot
+    be written.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:
@@ -40,7 +41,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
         os.replace(temporary, path)
     except OSError as error:
         raise UserError(
-            f"cannot write the data cache {path}: {error.strerror or error}. "
+            f"cannot write {what} {path}: {error.strerror or error}. "
             "Set JAXSEEK_CACHE to a folder that can be written."
         ) from error
     finally:

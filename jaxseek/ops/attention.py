@@ -27,6 +27,7 @@ from jax.typing import DTypeLike
 
 from jaxseek.errors import UserError
 from jaxseek.ops.collectives import vary_like
+from jaxseek.ops.platform import target_platform
 
 Implementation = Literal["plain", "blockwise", "cudnn"]
 
@@ -126,7 +127,7 @@ def choose_implementation(
         compute_capability: of the GPU, such as 8.9; None is that of the GPU of this process, and
             where there is none (a program compiled for elsewhere) a GPU that cuDNN supports.
     """
-    platform = platform or _target_platform()
+    platform = platform or target_platform()
     if length <= _SHORT:
         return "plain"
     # Segment ids reach cuDNN only as a T x T bias in memory; blockwise keeps memory linear.
@@ -141,12 +142,6 @@ def choose_implementation(
     ):
         return "cudnn"
     return "plain" if platform != "cpu" and length < _LONG else "blockwise"
-
-
-def _target_platform() -> str:
-    """Platform of the mesh in scope, which may be one to compile for only, else JAX's default."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.default_backend() if device is None else device.platform
 
 
 def _local_compute_capability() -> float | None:
@@ -171,7 +166,7 @@ def _cudnn_problem(
     compute_capability: float | None = None,
 ) -> str | None:
     """Why cuDNN does not take such inputs, or None. Arguments as in `choose_implementation`."""
-    platform = platform or _target_platform()
+    platform = platform or target_platform()
     if platform not in ("gpu", "cuda"):
         return f'the platform is "{platform}" and cuDNN needs an NVIDIA GPU'
     if compute_capability is None:

@@ -6,8 +6,6 @@ imports JAX.
 
 import dataclasses
 import json
-import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -18,13 +16,13 @@ from typing import Any
 from jaxseek.devices import Fleet
 from jaxseek.errors import UserError
 from jaxseek.local_gpus import jax_may_use_gpus, local_fleet
+from jaxseek.mesh import emulated_devices
 from jaxseek.run_config import RunConfig
 from jaxseek.run_file import dump_config
 
 AUTO = "auto"
 # What the plan decides where the user does not.
 OPEN = ("mesh", "zero", "remat", "accumulation")
-_EMULATED = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 _STAND_IN = "generic-24gb"
 
 
@@ -43,8 +41,7 @@ def choose(run: RunConfig, *, fixed: Mapping[str, Any]) -> RunConfig:
     fleet = _local_fleet()
     gpus = []
     if fleet is None:
-        emulated = _EMULATED.search(os.environ.get("XLA_FLAGS", ""))
-        fleet = Fleet.parse(f"{emulated[1] if emulated else 1}x{_STAND_IN}")
+        fleet = Fleet.parse(f"{emulated_devices()}x{_STAND_IN}")
         gpus = ["--gpus", str(fleet)]  # else the plan looks for itself, at their memory too
         print(f"--mesh auto: no GPU is used here; planning for {fleet}", file=sys.stderr)
     best = _plan(run, gpus=gpus, fixed=fixed)

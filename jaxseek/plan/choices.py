@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Literal, get_args
 
-from jaxseek.config import ModelConfig
 from jaxseek.devices import Fleet
 from jaxseek.errors import UserError
 from jaxseek.mesh import MeshShape
@@ -73,11 +72,6 @@ class Request:
             raise UserError(f"--accumulation must be at least 1, got {self.accumulation}.")
         if self.ram_gib is not None and self.ram_gib <= 0:
             raise UserError(f"--ram must be above 0, got {self.ram_gib:g}GiB.")
-
-    @property
-    def model(self) -> ModelConfig:
-        """The model that is trained."""
-        return self.run.model
 
     def micro_batches(self, choice: Choice) -> list[int]:
         """Sequences that a micro-batch of one data device may have, in rising order; empty where

@@ -7,14 +7,14 @@ import re
 import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from jaxseek.config import ModelConfig
 from jaxseek.devices import GIB, Fleet, devices
 from jaxseek.errors import UserError
 from jaxseek.local_gpus import local_fleet
 from jaxseek.plan.auto import AUTO
-from jaxseek.plan.choices import Request, find_choices, parse_only
+from jaxseek.plan.choices import Remat, Request, find_choices, parse_only
 from jaxseek.run_config import RunConfig
 from jaxseek.run_file import with_model
 from jaxseek.schema import Setting, Settings, build, to_values
@@ -212,7 +212,7 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--gpus", metavar="NxGPU", help="for example 3xrtx4090 (default: those of this machine)")
     add("--mesh", metavar="AxB", help="data x tensor devices (default: all that are possible)")
     add("--zero", choices=("0", "1", "2", "3"), help="ZeRO level (default: all)")
-    add("--remat", choices=("none", "selective", "full"), help="(default: all)")
+    add("--remat", choices=get_args(Remat), help="(default: all)")
     add("--only", metavar="K=V,...", help="plan these choices only, for example mesh=3x1,zero=3")
     add(
         "--seq-len",

@@ -90,7 +90,7 @@ def choice_plan(
         state, held = state_bytes(program), round(temporaries_bytes(program) * correction)
         sent, overlapped = minimum, 0
     else:
-        state, held = step.state_bytes, step.temporaries_bytes + step.unaliased_bytes
+        state, held = step.state_bytes, step.total_bytes - step.state_bytes
         sent = wire_bytes(collectives)
         overlapped = sum(c.wire_bytes for c in collectives if c.overlapped)
     time = step_time(

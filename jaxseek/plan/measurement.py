@@ -1,14 +1,12 @@
 """What `python -m jaxseek.plan --probe` measured, as a file for later plans. No JAX in here."""
 
-import contextlib
 import dataclasses
 import json
 import math
-import os
 import re
-import secrets
 from pathlib import Path
 
+from jaxseek.data.cache import atomic_write
 from jaxseek.errors import UserError
 from jaxseek.paths import cache_dir
 
@@ -100,18 +98,8 @@ def save_measurement(measurement: Measurement) -> Path:
         UserError: where the folder cannot be written.
     """
     path = measurement_path(measurement.device_kind, count=measurement.count)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path, what="the measurement") as temporary:
         temporary.write_text(
             json.dumps(dataclasses.asdict(measurement), indent=2) + "\n", encoding="utf-8"
         )
-        os.replace(temporary, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):  # its folder may be none
-            temporary.unlink()
-        raise UserError(
-            f"cannot write {path}: {error.strerror or error}. "
-            "Set JAXSEEK_CACHE to a folder that can be written."
-        ) from error
     return path

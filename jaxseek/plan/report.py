@@ -4,7 +4,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxseek.devices import CONTEXT_GIB
-from jaxseek.plan.figures import ChoicePlan
+from jaxseek.plan.figures import ChoicePlan, total
 from jaxseek.plan.planner import Plan
 
 # Columns of text; a narrower terminal wraps whole lines instead of cutting figures off.
@@ -107,7 +107,7 @@ def _largest(plan: Plan) -> str:
 
 
 def _row(choice: ChoicePlan, plan: Plan) -> list[str]:
-    sent = sum(sum(kinds.values()) for kinds in choice.wire_bytes.values())
+    sent = total(choice.wire_bytes)
     least, fleet = choice.wire_bytes_minimum, plan.request.fleet
     peak = fleet.device.bf16_tflops * 1e12 * fleet.count
     return [

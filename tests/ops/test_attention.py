@@ -267,7 +267,7 @@ def test_cudnn_gets_heads_scale_and_segments_as_jax_wants_them(monkeypatch):
         return jax_attention(*args, implementation="xla", **kwargs)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", answer)
-    monkeypatch.setattr("jaxseek.ops.attention._target_platform", lambda: "gpu")
+    monkeypatch.setattr("jaxseek.ops.attention.target_platform", lambda: "gpu")
     *qkv, d_out = (jnp.asarray(x, jnp.bfloat16) for x in random_inputs(38, 2, 3, 8, 8))
     for segments in (None, documents(38)):
         expected, *_ = reference(*(np.asarray(x, float) for x in (*qkv, d_out)), segments=segments)
@@ -286,7 +286,7 @@ def test_an_implementation_that_is_not_to_be_had_is_a_mistake_of_the_user(implem
 
 
 def test_cudnn_is_refused_for_packed_documents_of_odd_length(monkeypatch):
-    monkeypatch.setattr("jaxseek.ops.attention._target_platform", lambda: "gpu")
+    monkeypatch.setattr("jaxseek.ops.attention.target_platform", lambda: "gpu")
     q, k, v, _ = (jnp.asarray(x, jnp.bfloat16) for x in random_inputs(37, 1, 1, 8, 8))
     with pytest.raises(UserError, match="even sequence length for packed documents and it is 37"):
         attention(q, k, v, scale=SCALE, implementation="cudnn", segment_ids=documents(37))

@@ -33,7 +33,7 @@ def test_flags_become_a_request():
     line = [*GPUS, "--mesh", "3x1", "--zero", "3", "--seq-len", "2048", "--batch-per-gpu", "4096"]
     asked = parse_arguments([*line, "--bandwidth", "20", "--json"])
     request = asked.request
-    assert request.model == load_preset("deepseek-coder-1.3b")
+    assert request.run.model == load_preset("deepseek-coder-1.3b")
     assert (str(request.fleet), request.run.seq_len, request.micro_batch_tokens) == (
         "3xrtx4090",
         2048,
@@ -96,13 +96,16 @@ def test_a_runs_file_may_leave_its_mesh_to_the_plan_and_name_a_folder(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(f"model: {tmp_path}\nmesh: auto\nseq_len: 512\nbatch: 48\n")
     request = parse_arguments(["--config", str(file), "--gpus", "3xrtx4090"]).request
-    assert (request.model.hidden_size, request.batch) == (64, 48)
+    assert (request.run.model.hidden_size, request.batch) == (64, 48)
 
 
 def test_a_config_json_without_weights_is_enough(tmp_path):
     hf_folder(tmp_path)
     asked = parse_arguments(["--model", str(tmp_path), "--gpus", "2xrtx3090"])
-    assert (asked.request.model.hidden_size, asked.request.model.num_key_value_heads) == (64, 4)
+    assert (asked.request.run.model.hidden_size, asked.request.run.model.num_key_value_heads) == (
+        64,
+        4,
+    )
 
 
 @pytest.mark.parametrize(
